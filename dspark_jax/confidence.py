@@ -1,0 +1,27 @@
+"""The confidence head: how likely draft t survives verification, given that the drafts before it did.
+
+c_t never depends on draft t itself, so any rule "verify t iff f(c_0..c_t)" leaves the output law untouched.
+
+Shape letters: D model width, R transition rank; "..." any leading axes.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def confidence_logits(
+    kernel: jax.Array, bias: jax.Array, hidden: jax.Array, embedding: jax.Array | None = None
+) -> jax.Array:
+    """w . [h_t ; A[x_{t-1}]] + b, or w . h_t + b without an embedding; its sigmoid is the probability.
+
+    kernel [D + R] or [D], bias [], hidden [..., D], embedding [..., R] or None -> float32 (or wider) [...].
+    Raises ValueError where kernel does not fit the features.
+    """
+    features = hidden if embedding is None else jnp.concatenate([hidden, embedding], axis=-1)
+    if kernel.shape != features.shape[-1:]:
+        raise ValueError(
+            f"kernel: shape {kernel.shape} does not fit features of width {features.shape[-1]} (hidden {hidden.shape[-1]}, "
+            f"embedding {'none' if embedding is None else embedding.shape[-1]}); allowed: [{features.shape[-1]}]"
+        )
+    wide = jnp.promote_types(features.dtype, jnp.float32)
+    return jnp.einsum("...D,D->...", features, kernel, preferred_element_type=wide) + bias

@@ -1,0 +1,103 @@
+"""Drafting on a lattice: a few candidates per position, every adjacent pair scored at once, then a walk.
+
+The scores are those of `dspark_jax.sequential`, read at the candidates only. With M = V the two are the same draft.
+
+Shape letters: T draft positions, M candidates per position, V target vocabulary, Vd draft vocabulary, D model width, R rank.
+One block; batch with jax.vmap.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.sampling import draw, probabilities, top_candidates
+from dspark_jax.transitions import Params, Transition, embed, successor_rows
+
+
+def pair_scores(
+    transition: Transition,
+    params: Params,
+    unary: jax.Array,
+    candidates: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    draft_to_target: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """S_t(a, b) = U_t(b) + < phi_t(a), B[b] > from the anchor, and between neighbouring candidates.
+
+    Args:
+      unary: [T, M], base logits of the candidates.
+      candidates: int [T, M], draft-vocabulary ids.
+      hidden: [T, D].
+      anchor: int [], target-vocabulary id.
+      draft_to_target: int32 [Vd] or None (the same ids).
+
+    Returns: first [M], scores from the anchor; pairs [T-1, M, M], pairs[t-1, i, j] from candidate i at t-1 to j at t.
+    Raises ValueError for a transition that is not first order.
+    """
+    if not transition.first_order:
+        raise ValueError(
+            f"transition: {transition.name!r} can't be scored on a lattice, because its phi depends on all tokens drafted "
+            "before and not on the previous one alone; use sequential drafting, or a first-order transition"
+        )
+
+    def edge(embedding, h, successor, unary):
+        phi, _ = transition.phi(params, embedding, h, embedding)
+        return unary + jnp.dot(phi, successor)
+
+    from_one = jax.vmap(edge, in_axes=(None, None, 0, 0))  # [M]: over the candidates b
+    from_all = jax.vmap(from_one, in_axes=(0, None, None, None))  # [M, M]: over the candidates a before them
+
+    previous = candidates if draft_to_target is None else jnp.asarray(draft_to_target, jnp.int32)[candidates]
+    A, B = embed(params, previous), successor_rows(params, candidates)
+    first = from_one(embed(params, anchor), hidden[0], B[0], unary[0])
+    pairs = jax.vmap(from_all)(A[:-1], hidden[1:], B[1:], unary[1:])
+    return first, pairs
+
+
+def walk(
+    first: jax.Array, pairs: jax.Array, key: jax.Array, temperature: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+    """Goes through the lattice from the anchor: slot_t ~ q_t = softmax(S_t(slot_{t-1}, .) / temperature).
+
+    The temperature divides the whole score. At 0 the best slot is taken (the first of equal ones).
+
+    Args: first [M], pairs [T-1, M, M] from `pair_scores`; key; temperature scalar, may be traced.
+    Returns: slots int32 [T], indices into the candidates; q float32 [T, M], the very numbers drawn from.
+    """
+
+    def step(slot, inputs):
+        scores, key = inputs
+        q = probabilities(scores[slot], temperature)
+        slot = draw(key, q)
+        return slot, (slot, q)
+
+    M = first.shape[0]
+    scores = jnp.concatenate([jnp.broadcast_to(first, (1, M, M)), pairs])  # before the first step any slot is the anchor
+    keys = jax.random.split(key, scores.shape[0])
+    return jax.lax.scan(step, jnp.int32(0), (scores, keys))[1]
+
+
+def lattice_draft(
+    transition: Transition,
+    params: Params,
+    logits: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array | float,
+    M: int,
+    draft_to_target: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Drafts a block from the M best tokens of the base logits at each position.
+
+    Arguments as in `sequential_draft`, with M the number of candidates.
+
+    Returns: tokens int32 [T] (target ids), candidates int32 [T, M] (target ids), q float32 [T, M] (over the candidates).
+    Raises ValueError for M > Vd, and for a transition that is not first order.
+    """
+    candidates, unary = top_candidates(logits, M)
+    first, pairs = pair_scores(transition, params, unary, candidates, hidden, anchor, draft_to_target)
+    slots, q = walk(first, pairs, key, temperature)
+    if draft_to_target is not None:
+        candidates = jnp.asarray(draft_to_target, jnp.int32)[candidates]
+    return jnp.take_along_axis(candidates, slots[:, None], axis=-1)[:, 0], candidates, q
