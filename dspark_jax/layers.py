@@ -1,0 +1,120 @@
+"""Layers shared by target and drafter, as functions on arrays.
+
+B batch, Q query length, S key length, D model width, H query heads, K key/value heads, C head width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+MASKED = -1e30  # finite, so that a row with nothing visible stays free of NaN
+
+
+def rms_norm(x, weight, epsilon):
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, computed in float32, returned in x's dtype."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    return (y * weight).astype(x.dtype)
+
+
+def rotate(x, positions, theta):
+    """Rotary position embedding, half-split convention (channel i turns with channel i + C/2).
+
+    x [..., Q, heads, C], positions int [..., Q] -> same shape and dtype as x.
+    The angle of pair i at position p is p * theta^(-2i/C).
+    """
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[..., None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attention_scores(query, key):
+    """Grouped-query scores q.k / sqrt(C): [..., Q, H, C] x [..., S, K, C] -> float32 [..., K, H/K, Q, S]."""
+    kv_heads, width = key.shape[-2:]
+    query = query.reshape(*query.shape[:-2], kv_heads, query.shape[-2] // kv_heads, width)
+    scores = jnp.einsum("...QKGC,...SKC->...KGQS", query, key, preferred_element_type=jnp.float32)
+    return scores * width**-0.5
+
+
+def weighted_values(weights, value):
+    """[..., K, H/K, Q, S] x [..., S, K, C] -> [..., Q, H*C]."""
+    mixed = jnp.einsum("...KGQS,...SKC->...QKGC", weights.astype(value.dtype), value)
+    return mixed.reshape(*mixed.shape[:-3], -1)
+
+
+def attend(query, key, value, visible):
+    """softmax(q.k / sqrt(C)) v where ``visible`` bool [..., Q, S] allows it; -> [..., Q, H*C]."""
+    scores = jnp.where(visible[..., None, None, :, :], attention_scores(query, key), MASKED)
+    return weighted_values(jax.nn.softmax(scores, axis=-1), value)
+
+
+def scale_logits(logits, multiplier=1.0, softcap=0.0):
+    """softcap * tanh(multiplier * logits / softcap); a softcap of 0 (or None) means no cap."""
+    logits = logits * multiplier
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits
+
+
+class RMSNorm(nn.Module):
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x):
+        return rms_norm(x, self.param("weight", nn.initializers.ones, (x.shape[-1],)), self.epsilon)
+
+
+def dense(features, use_bias=False, name=None):
+    """A linear map without bias unless asked for, weights [in, out] from N(0, 0.02)."""
+    return nn.Dense(features, use_bias=use_bias, name=name, kernel_init=nn.initializers.normal(0.02))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        gate = dense(self.width, name="gate_proj")(x)
+        up = dense(self.width, name="up_proj")(x)
+        return dense(x.shape[-1], name="down_proj")(nn.silu(gate) * up)
+
+
+class AttentionProjections(nn.Module):
+    """The linear maps around attention, split into heads; optional RMS norm of each query and key head (Qwen3).
+
+    ``keys_values`` can be called alone: the drafter gives context features keys and values but no queries.
+    Rotary positions are applied to queries and keys. Heads have shape [..., heads, head_dim].
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    epsilon: float
+    rope_theta: float
+    qk_norm: bool
+    use_bias: bool = False
+
+    def setup(self):
+        self.q_proj = dense(self.heads * self.head_dim, self.use_bias)
+        self.k_proj = dense(self.kv_heads * self.head_dim, self.use_bias)
+        self.v_proj = dense(self.kv_heads * self.head_dim, self.use_bias)
+        self.o_proj = dense(self.width, self.use_bias)
+        if self.qk_norm:
+            self.q_norm = RMSNorm(self.epsilon)
+            self.k_norm = RMSNorm(self.epsilon)
+
+    def queries(self, x, positions):
+        q = self.q_proj(x).reshape(*x.shape[:-1], self.heads, self.head_dim)
+        return rotate(self.q_norm(q) if self.qk_norm else q, positions, self.rope_theta)
+
+    def keys_values(self, x, positions):
+        k = self.k_proj(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
+        v = self.v_proj(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
+        return rotate(self.k_norm(k) if self.qk_norm else k, positions, self.rope_theta), v
+
+    def output(self, mixed):
+        return self.o_proj(mixed)
