@@ -1,0 +1,124 @@
+"""The parallel drafter backbone: all slots of a block in one pass, over keys and values made from target features.
+
+    c        = hidden_norm(fc(features))                                features: tapped target states side by side
+    keys, values of a layer = W_k, W_v applied to [c ; norm(x)]         context first, then the block's own slots
+    x       += Attention(norm(x));  x += MLP(norm(x));  h = norm(x)
+
+Context keys never see a draft layer, so they can be computed once per token and cached.
+B batch, S context length, N blocks, J slots per block, D model width, K key/value heads, C head width.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dspark_jax import convolution, layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """Sizes of the backbone. ``conv_kernel_size`` 0 means no convolution (DFlash, DSpark); DFlash-2 has 2."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+
+
+def attend_context_and_block(query, context, block, visible):
+    """Attention of every slot over the visible context and over all slots of its own block.
+
+    query [B, N, J, H, C]; context (key, value) [B, S, K, C]; block (key, value) [B, N, J, K, C]; visible bool [B, N, S].
+    One softmax over S + J keys -> [B, N, J, H*C]. A block with no visible context still sees itself.
+    """
+    kv_heads, width = context[0].shape[-2:]
+    query = query.reshape(*query.shape[:-2], kv_heads, -1, width) * width**-0.5
+    outer = jnp.einsum("BNJKGC,BSKC->BNKGJS", query, context[0], preferred_element_type=jnp.float32)
+    inner = jnp.einsum("BNJKGC,BNIKC->BNKGJI", query, block[0], preferred_element_type=jnp.float32)
+    outer = jnp.where(visible[:, :, None, None, None, :], outer, layers.MASKED)
+    weights = jax.nn.softmax(jnp.concatenate([outer, inner], axis=-1), axis=-1).astype(query.dtype)
+    split = outer.shape[-1]
+    mixed = jnp.einsum("BNKGJS,BSKC->BNJKGC", weights[..., :split], context[1])
+    mixed += jnp.einsum("BNKGJI,BNIKC->BNJKGC", weights[..., split:], block[1])
+    return mixed.reshape(*mixed.shape[:3], -1)
+
+
+class DynamicConvolution(nn.Module):
+    """The convolution pair around one sublayer; starts as the identity, so that DFlash weights can be warm-started."""
+
+    taps: int
+    group: int
+
+    @nn.compact
+    def __call__(self, x, sublayer):
+        width = x.shape[-1]
+        base = self.param("base_kernel", lambda key: convolution.identity_base(self.taps, width))
+        kernel = self.param("kernel_projection", nn.initializers.zeros, (width, 2 * self.taps * width // self.group))
+        dynamic = convolution.dynamic_kernels(x, kernel, self.taps)
+        y = sublayer(convolution.convolve(x, base[0], dynamic[..., 0, :, :]))
+        return convolution.convolve(y, base[1], dynamic[..., 1, :, :])
+
+
+class BackboneLayer(nn.Module):
+    config: BackboneConfig
+
+    def setup(self):
+        c = self.config
+        self.self_attn = layers.AttentionProjections(
+            c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size, c.rms_norm_eps, c.rope_theta,
+            qk_norm=True, use_bias=c.attention_bias)
+        self.mlp = layers.GatedMLP(c.intermediate_size)
+        self.input_layernorm = layers.RMSNorm(c.rms_norm_eps)
+        self.post_attention_layernorm = layers.RMSNorm(c.rms_norm_eps)
+        if c.conv_kernel_size:
+            self.attention_conv = DynamicConvolution(c.conv_kernel_size, c.conv_group_size)
+            self.mlp_conv = DynamicConvolution(c.conv_kernel_size, c.conv_group_size)
+
+    def context_keys_values(self, context, positions):
+        return self.self_attn.keys_values(context, positions)
+
+    def __call__(self, x, positions, context, visible):
+        def attention(y):
+            query = self.self_attn.queries(y, positions)
+            block = self.self_attn.keys_values(y, positions)
+            return self.self_attn.output(attend_context_and_block(query, context, block, visible))
+
+        if not self.config.conv_kernel_size:
+            x = x + attention(self.input_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.attention_conv(self.input_layernorm(x), attention)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
+
+
+class Backbone(nn.Module):
+    config: BackboneConfig
+
+    def setup(self):
+        self.fc = layers.dense(self.config.hidden_size)
+        self.hidden_norm = layers.RMSNorm(self.config.rms_norm_eps)
+        self.layers = [BackboneLayer(self.config) for _ in range(self.config.num_hidden_layers)]
+        self.norm = layers.RMSNorm(self.config.rms_norm_eps)
+
+    def context(self, features, positions):
+        """features [B, S, taps * D], positions int [B, S] -> a (key, value) pair [B, S, K, C] for each layer."""
+        with jax.named_scope("draft_context"):
+            context = self.hidden_norm(self.fc(features))
+            return tuple(layer.context_keys_values(context, positions) for layer in self.layers)
+
+    def block(self, embeddings, positions, context, visible):
+        """Slot embeddings [B, N, J, D], positions int [B, N, J], context pairs, visible bool [B, N, S] ->
+        hidden states after the final norm [B, N, J, D]."""
+        x = embeddings
+        for i, layer in enumerate(self.layers):
+            with jax.named_scope(f"draft_layer_{i}"):
+                x = layer(x, positions, context[i], visible)
+        return self.norm(x)

@@ -1,0 +1,258 @@
+"""The drafter: backbone, transition and confidence output as one Linen module, and `propose`, which drafts a block.
+
+B batch, S context length, N blocks, J slots per block, T draft positions, V target vocabulary, Vd draft vocabulary,
+D model width, R transition rank, M candidates per position.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dspark_jax import anchors as anchors_lib
+from dspark_jax import layers
+from dspark_jax import transitions
+from dspark_jax.backbone import Backbone, BackboneConfig
+from dspark_jax.confidence import confidence_logits
+from dspark_jax.lattice import lattice_draft
+from dspark_jax.sequential import sequential_draft
+from dspark_jax.verification import SparseDraft
+
+EXECUTIONS = ("sequential", "lattice")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Everything that decides what a drafter computes.
+
+    ``block_length`` is T, the number of drafts. ``layout`` says which slot predicts what (`dspark_jax.anchors`).
+    ``target_layer_ids``: -1 is the embedding output, i the raw output of decoder layer i. ``draft_vocab_size`` smaller
+    than ``vocab_size`` means that only some target ids can be drafted. ``execution`` and ``candidates`` are what the
+    checkpoint asks to be run with; a caller may choose otherwise.
+    """
+
+    backbone: BackboneConfig
+    vocab_size: int
+    draft_vocab_size: int
+    block_length: int
+    layout: str
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    transition: str = "vanilla"
+    rank: int = 256
+    execution: str = "sequential"
+    candidates: int = 16
+    confidence: bool = False
+    confidence_with_predecessor: bool = True
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+
+    def __post_init__(self):
+        transitions.get_transition(self.transition)
+        anchors_lib.slots(self.layout, self.block_length)
+        check_execution(self, self.execution, self.candidates)
+        for field in ("block_length", "vocab_size", "draft_vocab_size", "candidates"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)}; must be at least 1")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size: {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id: {self.mask_token_id}; must lie in [0, {self.vocab_size})")
+        if list(self.target_layer_ids) != sorted(set(self.target_layer_ids)) or not self.target_layer_ids:
+            raise ValueError(f"target_layer_ids: {self.target_layer_ids}; must be strictly increasing and not empty")
+        if self.target_layer_ids[0] < -1:
+            raise ValueError(f"target_layer_ids: {self.target_layer_ids}; the smallest allowed is -1, the embedding")
+        if self.confidence and self.confidence_with_predecessor and self.transition == "none":
+            raise ValueError("confidence_with_predecessor: needs a transition that has a predecessor table, not 'none'")
+
+    @property
+    def slots(self):
+        """J, the slots of a block."""
+        return anchors_lib.slots(self.layout, self.block_length)
+
+
+def check_execution(config, execution, candidates):
+    """Raises ValueError for an execution or a number of candidates that this drafter cannot run with."""
+    if execution not in EXECUTIONS:
+        raise ValueError(f"execution: unknown name {execution!r}; allowed: {', '.join(EXECUTIONS)}")
+    if execution == "lattice":
+        if not transitions.get_transition(config.transition).first_order:
+            raise ValueError(
+                f"execution: 'lattice' scores pairs of neighbouring candidates before any is chosen, but the transition "
+                f"{config.transition!r} depends on the whole path; use 'sequential'")
+        if not 1 <= candidates <= config.draft_vocab_size:
+            raise ValueError(f"candidates: {candidates}; must lie in [1, {config.draft_vocab_size}], the draft vocabulary")
+
+
+class TransitionParameters(nn.Module):
+    """Declares the arrays of a transition: N(0, 0.02), vectors zero."""
+
+    config: DrafterConfig
+
+    @nn.compact
+    def __call__(self):
+        c = self.config
+        shapes = transitions.get_transition(c.transition).parameter_shapes(
+            c.vocab_size, c.draft_vocab_size, c.backbone.hidden_size, c.rank)
+        for name, shape in shapes.items():
+            self.param(name, nn.initializers.normal(0.02) if len(shape) > 1 else nn.initializers.zeros, shape)
+
+
+class ConfidenceParameters(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self):
+        self.param("kernel", nn.initializers.normal(0.02), (self.width,))
+        self.param("bias", nn.initializers.zeros, ())
+
+
+class DrafterModule(nn.Module):
+    """Parameters: {"backbone": ..., "transition": ..., "confidence": {"kernel" [D (+ R)], "bias" []}}."""
+
+    config: DrafterConfig
+
+    def setup(self):
+        c = self.config
+        self.backbone = Backbone(c.backbone)
+        self.transition = TransitionParameters(c)
+        if c.confidence:
+            self.confidence = ConfidenceParameters(
+                c.backbone.hidden_size + (c.rank if c.confidence_with_predecessor else 0))
+
+    def context(self, features, positions):
+        return self.backbone.context(features, positions)
+
+    def block(self, embeddings, positions, context, visible):
+        """As `Backbone.block`, but only the T slots that predict: [B, N, T, D]."""
+        hidden = self.backbone.block(embeddings, positions, context, visible)
+        return hidden[..., -self.config.block_length:, :]
+
+    def everything(self):  # init must touch every parameter
+        c = self.config
+        width = c.backbone.hidden_size
+        context = self.context(jnp.zeros((1, 1, len(c.target_layer_ids) * width)), jnp.zeros((1, 1), jnp.int32))
+        self.block(jnp.zeros((1, 1, c.slots, width)), jnp.zeros((1, 1, c.slots), jnp.int32), context,
+                   jnp.ones((1, 1, 1), bool))
+        self.transition()
+        if c.confidence:
+            self.confidence()
+
+
+def init_params(config, key):
+    """Fresh parameters, a nested dict of float32 arrays."""
+    return DrafterModule(config).init(key, method=DrafterModule.everything)["params"]
+
+
+def abstract_params(config):
+    """The tree of `init_params` with shapes instead of arrays."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def base_logits(config, head_rows, hidden):
+    """U = softcap(multiplier * h head^T): hidden [..., D], head_rows [Vd, D] -> [..., Vd]."""
+    return layers.scale_logits(hidden @ head_rows.T, config.output_multiplier, config.final_logit_softcapping)
+
+
+def block_confidence(config, params, hidden, predecessors):
+    """Logit of each draft's chance to survive, given its predecessors int [..., T]; None without a confidence head."""
+    if not config.confidence:
+        return None
+    embedding = transitions.embed(params["transition"], predecessors) if config.confidence_with_predecessor else None
+    return confidence_logits(params["confidence"]["kernel"], params["confidence"]["bias"], hidden, embedding)
+
+
+def training_hidden(config, params, embedding, features, tokens, anchors, keep):
+    """Hidden states [B, N, T, D] of N blocks per sequence, each seeing the features before its anchor.
+
+    embedding [V, D] of the target; features [B, S, taps * D]; tokens int [B, S]; anchors int and keep bool [B, N].
+    """
+    module, variables = DrafterModule(config), {"params": params}
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    context = module.apply(variables, features, positions, method=DrafterModule.context)
+    ids = anchors_lib.block_tokens(tokens, anchors, keep, config.slots, config.mask_token_id)
+    visible = positions[:, None, :] < anchors[:, :, None]
+    return module.apply(variables, embedding[ids], anchors_lib.block_positions(anchors, config.slots), context, visible,
+                        method=DrafterModule.block)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A drafted block: ``tokens`` int [B, T] (target ids), ``q`` the law they were drawn from (`SparseDraft` of
+    [B, T, M] or a dense float32 [B, T, Vd]), ``confidence`` logits [B, T] or None."""
+
+    tokens: jax.Array
+    q: SparseDraft | jax.Array
+    confidence: jax.Array | None
+
+
+def propose(config, params, embedding, head_rows, draft_to_target, context, anchors, starts, keys, temperature,
+            execution, candidates):
+    """Draft T tokens behind each anchor.
+
+    embedding [V, D], head_rows [Vd, D], draft_to_target int [Vd] or None, context: cache of key/value pairs
+    [B, S, K, C] whose rows before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B].
+    """
+    transition, table = transitions.get_transition(config.transition), params.get("transition", {})
+    ids = jnp.full((anchors.shape[0], 1, config.slots), config.mask_token_id, jnp.int32).at[:, 0, 0].set(anchors)
+    visible = jnp.arange(context[0][0].shape[1]) < starts[:, None, None]
+    with jax.named_scope("draft_backbone"):
+        hidden = DrafterModule(config).apply(
+            {"params": params}, embedding[ids], anchors_lib.block_positions(starts[:, None], config.slots), context,
+            visible, method=DrafterModule.block)[:, 0]
+    with jax.named_scope("draft_head"):
+        logits = base_logits(config, head_rows, hidden)
+    if execution == "lattice":
+        with jax.named_scope("lattice"):
+            tokens, ids, probabilities = jax.vmap(
+                lambda u, h, a, k: lattice_draft(transition, table, u, h, a, k, temperature, candidates, draft_to_target)
+            )(logits, hidden, anchors, keys)
+        q = SparseDraft(ids, probabilities)
+    else:
+        with jax.named_scope("sequential"):
+            tokens, q, _ = jax.vmap(
+                lambda u, h, a, k: sequential_draft(transition, table, u, h, a, k, temperature, draft_to_target)
+            )(logits, hidden, anchors, keys)
+        if draft_to_target is not None:
+            q = SparseDraft(jnp.broadcast_to(draft_to_target, q.shape), q)
+    predecessors = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
+    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drafter:
+    """A drafter ready to run: ``config``, ``params``, and the tables it works with.
+
+    ``embedding`` [V, D] and ``head_rows`` [Vd, D] are usually the target's (rows of the draft vocabulary only);
+    ``draft_to_target`` int32 [Vd] maps draft ids to target ids, None where both are the same.
+    """
+
+    config: DrafterConfig
+    params: dict
+    embedding: jax.Array
+    head_rows: jax.Array
+    draft_to_target: jax.Array | None = None
+
+    def arrays(self):
+        """What a compiled program needs."""
+        return {"params": self.params, "embedding": self.embedding, "head_rows": self.head_rows,
+                "draft_to_target": self.draft_to_target}
+
+
+def attach(config, params, target, draft_to_target=None):
+    """A drafter on the target's own embedding and output tables. Raises ValueError where the two do not fit."""
+    t, b = target.config, config.backbone
+    for what, ours, theirs in (("vocab_size", config.vocab_size, t.vocab_size), ("hidden_size", b.hidden_size, t.hidden_size)):
+        if ours != theirs:
+            raise ValueError(f"{what}: the drafter has {ours}, the target {theirs}; they must be equal")
+    if config.target_layer_ids[-1] >= t.num_hidden_layers:
+        raise ValueError(f"target_layer_ids: {config.target_layer_ids}; the target's layers are 0..{t.num_hidden_layers - 1}")
+    if (draft_to_target is None) != (config.draft_vocab_size == config.vocab_size):
+        raise ValueError("draft_to_target: needed exactly where draft_vocab_size is smaller than vocab_size")
+    head_rows = target.head_rows()
+    if draft_to_target is not None:
+        draft_to_target = jnp.asarray(draft_to_target, jnp.int32)
+        head_rows = head_rows[draft_to_target]
+    return Drafter(config, params, target.embedding(), head_rows, draft_to_target)
