@@ -1,0 +1,41 @@
+"""Checkpoints of a training run (Orbax): save in the background, restore the newest complete one."""
+
+import pathlib
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+
+def open_manager(workdir, keep=2):
+    """A manager of workdir/checkpoints that keeps the newest ``keep`` steps."""
+    options = ocp.CheckpointManagerOptions(preservation_policy=checkpoint_managers.LatestN(keep))
+    return ocp.CheckpointManager(pathlib.Path(workdir).absolute() / "checkpoints", options=options)
+
+
+def save(manager, step, state):
+    """Start writing ``state``, a tree of arrays, as ``step`` if there is no such step; half-written ones are never chosen."""
+    if step != manager.latest_step():
+        manager.save(step, args=ocp.args.StandardSave(state))
+
+
+def restore(manager, state):
+    """-> (step, tree like ``state``) of the newest checkpoint, or (0, ``state``) where there is none."""
+    step = manager.latest_step()
+    if step is None:
+        return 0, state
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    return step, manager.restore(step, args=ocp.args.StandardRestore(abstract))
+
+
+def restore_params(workdir, abstract_params):
+    """-> (step, parameters) of a run's newest checkpoint; the optimizer's state is left on disk.
+
+    Raises ValueError naming ``workdir`` where there is no complete checkpoint.
+    """
+    with open_manager(workdir) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise ValueError(f"{workdir}: no complete checkpoint in its 'checkpoints' folder")
+        args = ocp.args.PyTreeRestore({"params": abstract_params}, partial_restore=True)
+        return step, manager.restore(step, args=args)["params"]
