@@ -1,0 +1,64 @@
+"""A DSpark drafter for SmolLM2-135M: the one in drafters/smollm2-135m-dspark.
+
+    python -m train.main --config=configs/smollm2.py --workdir=runs/smollm2
+"""
+
+import pathlib
+
+from ml_collections import config_dict
+
+import dspark_jax.data
+
+
+def get_config():
+    config = config_dict.ConfigDict()
+    config.target = "smollm2-135m-instruct"
+    config.seed = 0
+    config.init_from = config_dict.placeholder(str)  # a drafter or a run to go on from with fresh optimizer state
+    config.steps = 8000
+    config.checkpoint_every = 100
+
+    config.data = config_dict.ConfigDict()
+    config.data.tokens = str(pathlib.Path(dspark_jax.data.__file__).parent / "smollm2_onpolicy.npz")
+    config.data.conversations = config_dict.placeholder(int)  # None: all
+    config.data.max_length = 256
+    config.data.source_weights = config_dict.ConfigDict({"gsm8k": 3.0, "code": 3.0})
+
+    config.features = config_dict.ConfigDict()
+    config.features.cached = True
+    config.features.directory = config_dict.placeholder(str)  # None: inside the work directory
+
+    config.drafter = config_dict.ConfigDict()
+    config.drafter.num_hidden_layers = 2
+    config.drafter.intermediate_size = config_dict.placeholder(int)  # None: the target's
+    config.drafter.conv_kernel_size = 0
+    config.drafter.block_length = 4
+    config.drafter.layout = "anchor_first"
+    config.drafter.target_layer_ids = (1, 8, 14, 20, 27)
+    config.drafter.mask_token_id = 3
+    config.drafter.draft_vocab_size = 8192
+    config.drafter.transition = "vanilla"
+    config.drafter.transition_init = "bigram"
+    config.drafter.rank = 64
+    config.drafter.execution = "lattice"
+    config.drafter.candidates = 16
+    config.drafter.confidence = True
+
+    config.batch = config_dict.ConfigDict()
+    config.batch.sequences = 8
+    config.batch.anchors = 32
+
+    config.loss = config_dict.ConfigDict()
+    config.loss.ce = 0.3
+    config.loss.l1 = 0.9
+    config.loss.confidence = 0.1
+    config.loss.decay = 4.0
+
+    config.optimizer = config_dict.ConfigDict()
+    config.optimizer.lr = 1.5e-3
+    config.optimizer.warmup_steps = 100
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.99
+    config.optimizer.weight_decay = 0.0
+    config.optimizer.clip = 1.0
+    return config

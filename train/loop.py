@@ -1,0 +1,199 @@
+"""The training loop: from a config and a work directory to a trained drafter.
+
+Everything random is a function of (seed, step), so a run that was killed goes on from its newest checkpoint and ends with
+the parameters it would have had.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorboardX
+import tqdm
+from absl import logging
+
+from dspark_jax import drafter as drafter_lib
+from dspark_jax import loading
+from dspark_jax.backbone import BackboneConfig
+from dspark_jax.checkpoints import run as run_checkpoints
+from dspark_jax.data.conversations import OnPolicyTokens
+from train import batches, bigram, features, objective
+
+
+def train(config, workdir, target=None):
+    """Train as ``config`` says (see configs/) in ``workdir`` -> the final `Drafter`.
+
+    Writes there: config.json, drafter.json (what `load_drafter` needs), metrics.jsonl (one line a step), tensorboard/,
+    checkpoints/. Raises ValueError if the directory holds a run with another config.
+    """
+    workdir = pathlib.Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    _claim(workdir, config)
+    target = target or loading.load_target(config.target)
+
+    # ---------------------------------------------------------------- data
+    data = OnPolicyTokens.load(config.data.tokens)
+    data = data if config.data.conversations is None else data.first(config.data.conversations)
+    sequences = [np.concatenate(data.conversation(i)) for i in range(len(data))]
+    lengths = np.minimum([len(s) for s in sequences], config.data.max_length)
+    weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
+    taps = tuple(config.drafter.target_layer_ids)
+    rows = None
+    if config.features.cached:
+        directory = pathlib.Path(config.features.directory or workdir / "features")
+        cached = _compute_features(target, sequences, taps, directory)
+        rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
+
+    # ------------------------------------------------------------- drafter
+    answers = np.concatenate([data.conversation(i)[1] for i in range(len(data))])
+    draft_ids = most_frequent(answers, target.config.vocab_size, config.drafter.draft_vocab_size)
+    model = drafter_config(config.drafter, target.config)
+    (workdir / loading.RUN_FILE).write_text(json.dumps({
+        "config": dataclasses.asdict(model), "draft_to_target": None if draft_ids is None else draft_ids.tolist()}))
+    params = init_params(config, model, target, sequences, draft_ids)
+    drafter = drafter_lib.attach(model, params, target, draft_ids)
+    frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows,
+              "target_to_draft": inverse(draft_ids, target.config.vocab_size)}
+    online = None
+    if not config.features.cached:
+        online, frozen["target"] = (target.config, taps), target.params
+
+    # -------------------------------------------------------------- update
+    optimizer = objective.make_optimizer(config.optimizer, config.steps)
+    step_fn = jax.jit(objective.make_step(model, config.loss, config.batch.anchors, optimizer, online),
+                      donate_argnums=(0, 1))
+    manager = run_checkpoints.open_manager(workdir)
+    start, state = run_checkpoints.restore(manager, {"params": params, "opt_state": optimizer.init(params)})
+    params, opt_state = state["params"], state["opt_state"]
+    if start:
+        logging.info("resuming from step %d", start)
+    key = jax.random.key(config.seed)
+
+    # ---------------------------------------------------------------- loop
+    positions = config.batch.sequences * config.batch.anchors * model.block_length
+    with _Metrics(workdir, start) as metrics, tqdm.tqdm(
+            total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05) as bar:
+        for step in range(start, config.steps):
+            began = time.monotonic()
+            chosen = batches.choose(lengths, weights, config.batch.sequences, config.seed, step)
+            batch = batches.assemble(sequences, data.prompt_len, rows, chosen, config.data.max_length)
+            batch = {name: jnp.asarray(array) for name, array in batch.items() if array is not None}
+            params, opt_state, out = step_fn(params, opt_state, frozen, batch, jax.random.fold_in(key, step))
+            out = {name: np.asarray(value).round(6).tolist() for name, value in out.items()}
+            out["positions_per_second"] = round(positions / (time.monotonic() - began), 1)
+            metrics.write(step + 1, out)
+            bar.set_postfix_str(f"loss {out['loss']:.3f}, accepted length {out['expected_accepted_length']:.3f}, "
+                                f"{out['positions_per_second']:.0f} positions/s", refresh=False)
+            bar.update()
+            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+                run_checkpoints.save(manager, step + 1, {"params": params, "opt_state": opt_state})
+    manager.wait_until_finished()
+    manager.close()
+    return drafter_lib.attach(model, params, target, draft_ids)
+
+
+def drafter_config(options, target):
+    """The `DrafterConfig` of a training config's ``drafter`` section for a `TargetConfig`: head sizes are the target's."""
+    backbone = BackboneConfig(
+        hidden_size=target.hidden_size, intermediate_size=options.intermediate_size or target.intermediate_size,
+        num_hidden_layers=options.num_hidden_layers, num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads, head_dim=target.head_dim, rope_theta=target.rope_theta,
+        rms_norm_eps=target.rms_norm_eps, conv_kernel_size=options.conv_kernel_size)
+    return drafter_lib.DrafterConfig(
+        backbone=backbone, vocab_size=target.vocab_size,
+        draft_vocab_size=options.draft_vocab_size or target.vocab_size, block_length=options.block_length,
+        layout=options.layout, target_layer_ids=tuple(options.target_layer_ids), mask_token_id=options.mask_token_id,
+        transition=options.transition, rank=options.rank, execution=options.execution, candidates=options.candidates,
+        confidence=options.confidence)
+
+
+def init_params(config, model, target, sequences, draft_ids):
+    """Parameters to start from: those of the drafter ``config.init_from``, or fresh ones, where "bigram" starts the
+    transition tables from the bigram statistics of the sequences."""
+    if config.init_from:
+        earlier = loading.load_drafter(config.init_from, target)
+        if earlier.config != model:
+            raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for")
+        return earlier.params
+    params = drafter_lib.init_params(model, jax.random.key(config.seed))
+    if config.drafter.transition_init == "bigram":
+        ids = np.arange(model.vocab_size) if draft_ids is None else draft_ids
+        a, b = bigram.factorise(sequences, model.vocab_size, ids, model.rank)
+        params["transition"] |= {"predecessor": jnp.asarray(a), "successor": jnp.asarray(b)}
+    elif config.drafter.transition_init != "normal":
+        raise ValueError(f"drafter.transition_init: {config.drafter.transition_init!r}; allowed: 'bigram', 'normal'")
+    return params
+
+
+def most_frequent(tokens, vocab_size, count):
+    """The ``count`` most frequent ids, ascending (ties to the smaller id); None where all are kept."""
+    if not count or count == vocab_size:
+        return None
+    frequency = np.bincount(tokens, minlength=vocab_size)
+    return np.sort(np.argsort(-frequency, kind="stable")[:count]).astype(np.int32)
+
+
+def inverse(draft_ids, vocab_size):
+    """int32 [V]: draft id of each target id, -1 where it cannot be drafted."""
+    if draft_ids is None:
+        return jnp.arange(vocab_size, dtype=jnp.int32)
+    table = np.full(vocab_size, -1, np.int32)
+    table[draft_ids] = np.arange(len(draft_ids))
+    return jnp.asarray(table)
+
+
+def _compute_features(target, sequences, taps, directory):
+    with tqdm.tqdm(total=len(sequences), desc="target features", unit="seq", dynamic_ncols=True) as bar:
+        return features.compute(target, sequences, taps, directory,
+                                progress=lambda done, _: bar.update(done - bar.n))
+
+
+def _claim(workdir, config):
+    """A directory belongs to one config: training on with another one would silently mix two runs."""
+    file, text = workdir / "config.json", config.to_json(indent=2, sort_keys=True)
+    if file.exists():
+        old, new = json.loads(file.read_text()), json.loads(text)
+        if old != new:
+            changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
+            raise ValueError(f"{file}: this run was started with another config ({', '.join(changed)} differ); "
+                             "choose another --workdir or give the same config")
+    file.write_text(text)
+
+
+class _Metrics:
+    """metrics.jsonl, one JSON line a step, and TensorBoard. Lines of steps that are run again are dropped first."""
+
+    def __init__(self, workdir, start):
+        self.path = workdir / "metrics.jsonl"
+        kept = []
+        if self.path.exists():
+            for line in self.path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= start:
+                        kept.append(line)
+                except (json.JSONDecodeError, KeyError):
+                    pass  # the last line of a killed run can be cut off
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text("".join(line + "\n" for line in kept))
+        os.replace(scratch, self.path)
+        self.board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+
+    def __enter__(self):
+        self.file = open(self.path, "a")
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+        self.board.close()
+
+    def write(self, step, values):
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.flush()
+        for name, value in values.items():
+            for i, v in enumerate(value if isinstance(value, list) else [value]):
+                self.board.add_scalar(f"train/{name}@{i}" if isinstance(value, list) else f"train/{name}", v, step)

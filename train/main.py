@@ -1,0 +1,24 @@
+"""Train a drafter.
+
+    python -m train.main --config=configs/quickstart.py --workdir=runs/quickstart
+    python -m train.main --config=configs/quickstart.py --workdir=runs/other --config.optimizer.lr=1e-3
+
+Started again with the same command, a run that was interrupted goes on from its newest checkpoint.
+"""
+
+from absl import flags
+from ml_collections import config_flags
+
+from train import command_line, loop
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config(); see configs/.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics.jsonl, tensorboard.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(_):
+    loop.train(_CONFIG.value, _WORKDIR.value)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
