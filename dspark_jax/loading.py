@@ -1,5 +1,6 @@
 """Targets and drafters from wherever they lie."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -22,7 +23,8 @@ def load_target(where):
     if path.suffix != ".gguf":
         raise ValueError(f"target {str(where)!r}: expected a .gguf file or {SMOLLM2!r}")
     config, params, metadata = gguf.read_target(path)
-    return Target(config, params, Tokenizer.from_gguf(metadata))
+    tokenizer = Tokenizer.from_gguf(metadata)
+    return Target(dataclasses.replace(config, stop_tokens=tuple(tokenizer.stop_tokens)), params, tokenizer)
 
 
 def load_drafter(where, target):

@@ -101,7 +101,6 @@ def _config(path, metadata, tied):
         return value
 
     heads = get("attention.head_count")
-    stop = {metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.unknown_token_id")} - {None}
     return TargetConfig(
             vocab_size=get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
             hidden_size=get("embedding_length"), intermediate_size=get("feed_forward_length"),
@@ -109,5 +108,4 @@ def _config(path, metadata, tied):
             num_key_value_heads=get("attention.head_count_kv", heads),
             head_dim=get("attention.key_length", get("embedding_length") // heads),
             max_position_embeddings=get("context_length"), rope_theta=float(get("rope.freq_base", 10000.0)),
-            rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")), tie_word_embeddings=tied,
-            stop_tokens=tuple(sorted(stop)))
+            rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")), tie_word_embeddings=tied)
