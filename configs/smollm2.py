@@ -24,6 +24,10 @@ def get_config():
     config.data.max_length = 256
     config.data.source_weights = config_dict.ConfigDict({"gsm8k": 3.0, "code": 3.0})
 
+    config.evaluation = config_dict.ConfigDict()
+    config.evaluation.prompts = 8  # of each set, decoded before and after training; 0: none
+    config.evaluation.max_new_tokens = 64
+
     config.features = config_dict.ConfigDict()
     config.features.cached = True
     config.features.directory = config_dict.placeholder(str)  # None: inside the work directory

@@ -21,8 +21,9 @@ from dspark_jax import drafter as drafter_lib
 from dspark_jax import loading
 from dspark_jax.backbone import BackboneConfig
 from dspark_jax.checkpoints import run as run_checkpoints
+from dspark_jax.data import sources
 from dspark_jax.data.conversations import OnPolicyTokens
-from train import batches, bigram, features, objective
+from train import batches, bigram, features, measure, objective
 
 
 def train(config, workdir, target=None):
@@ -68,7 +69,8 @@ def train(config, workdir, target=None):
     step_fn = jax.jit(objective.make_step(model, config.loss, config.batch.anchors, optimizer, online),
                       donate_argnums=(0, 1))
     manager = run_checkpoints.open_manager(workdir)
-    start, state = run_checkpoints.restore(manager, {"params": params, "opt_state": optimizer.init(params)})
+    fresh = jax.tree.map(jnp.copy, params)  # the step donates what it is given; the evaluation wants the start again
+    start, state = run_checkpoints.restore(manager, {"params": fresh, "opt_state": optimizer.init(params)})
     params, opt_state = state["params"], state["opt_state"]
     if start:
         logging.info("resuming from step %d", start)
@@ -94,7 +96,20 @@ def train(config, workdir, target=None):
                 run_checkpoints.save(manager, step + 1, {"params": params, "opt_state": opt_state})
     manager.wait_until_finished()
     manager.close()
-    return drafter_lib.attach(model, params, target, draft_ids)
+    trained = drafter_lib.attach(model, params, target, draft_ids)
+    if config.evaluation.prompts:
+        _report_gain(config.evaluation, target, drafter, trained)
+    return trained
+
+
+def _report_gain(options, target, before, after):
+    """Print the accepted length of both drafters on held-out prompts, greedily decoded."""
+    prompts = [target.tokenizer.chat(prompt.messages) for name in sources.EVALUATION_SOURCES
+               for prompt in sources.evaluation_prompts(name, options.prompts)]
+    lengths = [measure.evaluate(target, drafter, prompts, max_new_tokens=options.max_new_tokens, plain=False,
+                                description=what).accepted_length
+               for what, drafter in (("before training", before), ("after training", after))]
+    print(f"accepted length on {len(prompts)} held-out prompts: {lengths[0]:.3f} before training, {lengths[1]:.3f} after")
 
 
 def drafter_config(options, target):
