@@ -1,15 +1,15 @@
 """Blocks: where they start, what their slots hold, what they predict and what they may see.
 
-A block hangs on an anchor: a token at position a that is known and not yet processed by the target. Draft t of the block
-(t = 0..T-1) is the token at position a+1+t. Two layouts of the same block exist, and a drafter is trained for one of them:
+A block hangs on an anchor: a token at position a that is known and not yet processed by the target. Draft t of the
+block (t = 0..T-1) is the token at position a+1+t. Two layouts of the same block exist, and a drafter is trained for one:
 
     "anchor_first"   T slots;   slot j sits at position a+j and predicts token a+j+1      (DSpark)
     "fill_in"        T+1 slots; slot j sits at position a+j and predicts that same token  (DFlash, DFlash-2)
 
 In "fill_in" slot 0, the anchor, predicts nothing. In both layouts draft t is read from the last T slots of the block.
 
-Sequences hold N anchors each. An unused place has keep = False and anchor 0: it predicts nothing and sees nothing. Masks over
-tokens (`loss_mask`) may be of any dtype and count as true above 0.5.
+Sequences hold N anchors each. An unused place has keep = False and anchor 0: it predicts nothing and sees nothing.
+Masks over tokens (`loss_mask`) may be of any dtype and count as true above 0.5.
 
 Shape letters: B batch, S context length, N anchors per sequence, T draft positions, J slots of a block.
 """

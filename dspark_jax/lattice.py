@@ -2,8 +2,8 @@
 
 The scores are those of `dspark_jax.sequential`, read at the candidates only. With M = V the two are the same draft.
 
-Shape letters: T draft positions, M candidates per position, V target vocabulary, Vd draft vocabulary, D model width, R rank.
-One block; batch with jax.vmap.
+Shape letters: T draft positions, M candidates per position, V target vocabulary, Vd draft vocabulary, D model width,
+R rank. One block; batch with jax.vmap.
 """
 
 import jax

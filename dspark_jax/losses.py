@@ -8,11 +8,12 @@ w_t = m_t exp(-t / decay), the terms of one draft are
     confidence  binary cross-entropy of the confidence logit against the acceptance rate alpha, held constant
     alpha       1 - l1 / 2 = sum_v min(softmax(z)_v, softmax(y)_v)       the chance that a draw from z survives y
 
-and a loss is  sum_k weight_k * (sum w x_k) / (sum w + 1e-6). The sums run over every device and every chunk: `drafter_terms`
-returns numerators and denominators, which are added with `jax.tree.map(jnp.add, ...)` or `jax.lax.psum`, and
-`combine_terms` divides once. `drafter_loss` is the two in a row. Terms are computed in float32 or wider.
+and a loss is  sum_k weight_k * (sum w x_k) / (sum w + 1e-6). The sums run over every device and every chunk:
+`drafter_terms` returns numerators and denominators, which are added with `jax.tree.map(jnp.add, ...)` or `jax.lax.psum`,
+and `combine_terms` divides once. `drafter_loss` is the two in a row. Terms are computed in float32 or wider.
 
-Shape letters: T draft positions, V vocabulary of the draft logits, M candidates per position; "..." leading axes: batch, anchors.
+Shape letters: T draft positions, V vocabulary of the draft logits, M candidates per position; "..." leading axes (batch,
+anchors).
 """
 
 from typing import NamedTuple
@@ -50,7 +51,10 @@ def _softmax(x: jax.Array) -> jax.Array:
 
 
 def position_weights(mask: jax.Array, decay: float | None) -> jax.Array:
-    """w_t = m_t exp(-t / decay): bool [..., T] -> float32 [..., T]. decay None or <= 0: no decay, w = m."""
+    """w_t = m_t exp(-t / decay): bool [..., T] -> float32 [..., T].
+
+    decay is a Python number of positions; None or <= 0: no decay, w = m.
+    """
     weights = mask.astype(jnp.float32)
     if decay is None or decay <= 0:
         return weights
@@ -74,9 +78,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def l1_distance(draft_logits: jax.Array, target_logits: jax.Array) -> jax.Array:
     """sum_v |p_v - q_v| with p = softmax(z), q = softmax(y), in [0, 2]: two [..., V] -> [...].
 
-    Its derivative is given by hand, dl1 = sum_v p_v (s_v - sum_u s_u p_u) dz_v - (the same with q and y), s = sign(p - q), and
-    sign(0) = 0. Differentiated operation by operation it keeps two more arrays of the size of the logits and takes half as
-    long again (measured on CPU, V = 151,936: 85 ms against 57 ms for the gradient of the whole loss).
+    Its derivative is given by hand, dl1 = sum_v p_v (s_v - sum_u s_u p_u) dz_v - (the same with q and y), with
+    s = sign(p - q) and sign(0) = 0. Differentiated operation by operation it keeps two more arrays of the size of the
+    logits and takes half as long again (CPU, V = 151,936: 85 ms against 57 ms for the gradient of the whole loss).
     """
     p, q = _softmax(draft_logits), _softmax(target_logits)
     return jnp.sum(jnp.abs(p - q), axis=-1)
@@ -91,7 +95,7 @@ def _l1_distance_jvp(primals, tangents):
 
 
 def accept_rate(l1: jax.Array) -> jax.Array:
-    """alpha = clamp(1 - l1 / 2, 0, 1): the probability that a token drawn from the draft law is accepted. [...] -> [...]."""
+    """alpha = clamp(1 - l1 / 2, 0, 1), the chance that a token drawn from the draft law is accepted: [...] -> [...]."""
     return jnp.clip(1 - l1 / 2, 0, 1)
 
 
@@ -102,7 +106,7 @@ def confidence_bce(confidence_logits: jax.Array, accept: jax.Array) -> jax.Array
 
 
 def expected_accepted_length(accept: jax.Array, mask: jax.Array) -> jax.Array:
-    """Tokens a block is expected to give, the bonus token included: 1 + sum_j prod_{i<=j} alpha_i m_i. [..., T] -> [...]."""
+    """Tokens a block is expected to give, 1 + sum_j prod_{i<=j} alpha_i m_i, bonus token included: [..., T] -> [...]."""
     return 1 + jnp.sum(jnp.cumprod(accept * mask, axis=-1), axis=-1)
 
 
@@ -128,14 +132,15 @@ def drafter_terms(
       "ce", "l1", "confidence": weighted sums of the terms in the module docstring;
       "accept_rate": [T], alpha per position, not weighted;
       "expected_accepted_length": over blocks with a supervised draft;
-      "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias": |s - alpha|, s - alpha and the difference of their
-      running products along the block, weighted, with s = sigmoid(confidence logit).
+      "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias": |s - alpha|, s - alpha and the difference of
+      their running products along the block, weighted, with s = sigmoid(confidence logit).
     """
     leading = tuple(range(mask.ndim - 1))
     weights = position_weights(mask, decay)
     zero, zeros = jnp.zeros(()), jnp.zeros(mask.shape[-1])
-    names = ("l1", "confidence", "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias", "expected_accepted_length")
-    terms = {name: Ratio(zero, zero) for name in names} | {"accept_rate": Ratio(zeros, zeros)}
+    scalars = ("l1", "confidence", "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias")
+    terms = {name: Ratio(zero, zero) for name in (*scalars, "expected_accepted_length")}
+    terms["accept_rate"] = Ratio(zeros, zeros)
     terms["ce"] = weighted(weights, cross_entropy(draft_logits, labels))
     if target_logits is None:
         return terms
@@ -184,15 +189,15 @@ def drafter_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """DSpark's objective; ce=1, l1=0, confidence=0 is DFlash's.
 
-    Arguments as in `drafter_terms`, then the weights of the three terms. Returns the scalar loss and the metrics "ce", "l1",
-    "confidence", "accept_rate" [T], "expected_accepted_length" (and the confidence errors), divided without the epsilon.
+    Arguments as in `drafter_terms`, then the weights of the three terms. Returns the scalar loss and the metrics "ce",
+    "l1", "confidence", "accept_rate" [T], "expected_accepted_length" (and the confidence errors), without the epsilon.
     """
     terms = drafter_terms(draft_logits, target_logits, labels, mask, confidence_logits, decay)
     return combine_terms(terms, ce=ce, l1=l1, confidence=confidence)
 
 
 def locate_label(candidates: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether and where the label is among the candidates: int [..., M], int [...] -> bool [...], int [...] (0 if missing)."""
+    """Whether and where the label is a candidate: int [..., M], int [...] -> bool [...], int [...] (0 if missing)."""
     match = candidates == labels[..., None]
     return jnp.any(match, axis=-1), jnp.argmax(match, axis=-1)
 
@@ -200,7 +205,7 @@ def locate_label(candidates: jax.Array, labels: jax.Array) -> tuple[jax.Array, j
 def inject_label(
     scores: jax.Array, candidates: jax.Array, labels: jax.Array, label_scores: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Puts a missing label, with its own score, in the place of the last candidate. Returns (scores, candidates) [..., M]."""
+    """Puts a missing label, with its own score, in the last candidate's place. Returns (scores, candidates) [..., M]."""
     found, _ = locate_label(candidates, labels)
     replace = ~found[..., None] & (jnp.arange(candidates.shape[-1]) == candidates.shape[-1] - 1)
     return (

@@ -1,7 +1,7 @@
 """From logits to probabilities to tokens, and the exact choice of the best candidates.
 
-The probabilities that a draft is drawn from are the ones it is verified with, so both come from one call of `probabilities`,
-in float32.
+The probabilities that a draft is drawn from are the ones it is verified with, so both come from one call of
+`probabilities`, in float32.
 
 Shape letters: V vocabulary, M candidates; "..." any leading axes.
 """
@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-# Width of the pieces in `top_candidates`. Measured on CPU, V = 151,936, M = 16: 32 to 128 are equally fast, 256 is slower.
+# Width of the pieces in `top_candidates`. Measured on CPU, V = 151,936, M = 16: 32 to 128 do equally well, 256 is slower.
 CHUNK = 64
 
 
@@ -26,7 +26,7 @@ def check_sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> No
 
 
 def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    # Without the barrier XLA on CPU merges the top-k with its neighbours in a larger jit and falls back to sorting all of x.
+    # Without the barrier XLA on CPU merges the top-k with its neighbours in a larger jit and falls back to a full sort.
     return jax.lax.optimization_barrier(jax.lax.top_k(x, k))
 
 
@@ -61,8 +61,8 @@ def top_candidates(logits: jax.Array, M: int) -> tuple[jax.Array, jax.Array]:
 def probabilities(logits: jax.Array, temperature: jax.Array | float, top_k: int = 0, top_p: float = 1.0) -> jax.Array:
     """The law a token is drawn from: [..., V] -> float32 [..., V], rows summing to 1.
 
-    Divide by the temperature, keep the top_k best logits, take their softmax, keep the tokens before which (best first) less
-    than top_p of the probability lies, renormalise. The best token always stays; of equal logits the smaller id does.
+    Divide by the temperature, keep the top_k best logits, take their softmax, keep the tokens before which (best first)
+    less than top_p of the probability lies, renormalise. The best token always stays; of equal logits the smaller id does.
 
     Args:
       logits: [..., V], any float dtype; -inf for tokens that must not be drawn.

@@ -1,6 +1,7 @@
 """Drafting one token after the other over the whole vocabulary: the exact form of every transition.
 
-Shape letters: T draft positions, V target vocabulary, Vd draft vocabulary, D model width, R rank. One block; batch with jax.vmap.
+Shape letters: T draft positions, V target vocabulary, Vd draft vocabulary, D model width, R rank. One block; batch with
+jax.vmap.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """Which drafts the target keeps, and what it says instead: rules under which the output law is the target's, exactly.
 
-Token rule. Draft x_t was drawn from q_t and the target's law there is p_t. Accept x_t iff u q_t(x_t) < p_t(x_t) for a uniform
-u; stop at the first rejection and draw the next token from the residual relu(p_t - q_t), normalised over the whole vocabulary.
-Where all drafts are accepted, the next token comes from the target's law after them.
+Token rule. Draft x_t was drawn from q_t and the target's law there is p_t. Accept x_t iff u q_t(x_t) < p_t(x_t) for a
+uniform u; stop at the first rejection and draw the next token from the residual relu(p_t - q_t), normalised over the
+whole vocabulary. Where all drafts are accepted, the next token comes from the target's law after them.
 
 A rule is a function with the signature of `verify_tokens` and an entry in `VERIFICATION`.
 
