@@ -61,6 +61,7 @@ def get_config():
     config.optimizer = config_dict.ConfigDict()
     config.optimizer.lr = 1.5e-3
     config.optimizer.warmup_steps = 100
+    config.optimizer.decay_steps = config_dict.placeholder(int)  # None: the rate reaches zero with the last step
     config.optimizer.b1 = 0.9
     config.optimizer.b2 = 0.99
     config.optimizer.weight_decay = 0.0

@@ -43,6 +43,9 @@ def train(config, workdir, target=None):
     sequences = [np.concatenate(data.conversation(i)) for i in range(len(data))]
     lengths = np.minimum([len(s) for s in sequences], config.data.max_length)
     weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
+    if not 1 <= config.batch.sequences <= np.count_nonzero(weights):
+        raise ValueError(f"batch.sequences: {config.batch.sequences}; must lie in [1, {np.count_nonzero(weights)}], "
+                         f"the conversations of {config.data.tokens} whose source has a weight")
     taps = tuple(config.drafter.target_layer_ids)
     rows = None
     if config.features.cached:
@@ -51,13 +54,11 @@ def train(config, workdir, target=None):
         rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
 
     # ------------------------------------------------------------- drafter
-    answers = np.concatenate([data.conversation(i)[1] for i in range(len(data))])
-    draft_ids = most_frequent(answers, target.config.vocab_size, config.drafter.draft_vocab_size)
     model = drafter_config(config.drafter, target.config)
+    drafter = starting_drafter(config, model, target, data, sequences)
+    params, draft_ids = drafter.params, drafter.draft_to_target
     (workdir / loading.RUN_FILE).write_text(json.dumps({
         "config": dataclasses.asdict(model), "draft_to_target": None if draft_ids is None else draft_ids.tolist()}))
-    params = init_params(config, model, target, sequences, draft_ids)
-    drafter = drafter_lib.attach(model, params, target, draft_ids)
     frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows,
               "target_to_draft": inverse(draft_ids, target.config.vocab_size)}
     online = None
@@ -127,22 +128,26 @@ def drafter_config(options, target):
         confidence=options.confidence)
 
 
-def init_params(config, model, target, sequences, draft_ids):
-    """Parameters to start from: those of the drafter ``config.init_from``, or fresh ones, where "bigram" starts the
-    transition tables from the bigram statistics of the sequences."""
+def starting_drafter(config, model, target, data, sequences):
+    """The drafter ``config.init_from`` where there is one. Otherwise fresh parameters and the most frequent answer tokens
+    as draft vocabulary, with "bigram" starting the transition tables from the bigram statistics of the sequences."""
     if config.init_from:
         earlier = loading.load_drafter(config.init_from, target)
         if earlier.config != model:
             raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for")
-        return earlier.params
+        return earlier
+    answers = np.concatenate([data.conversation(i)[1] for i in range(len(data))])
+    draft_ids = most_frequent(answers, model.vocab_size, model.draft_vocab_size)
     params = drafter_lib.init_params(model, jax.random.key(config.seed))
     if config.drafter.transition_init == "bigram":
+        if model.transition == "none":
+            raise ValueError("drafter.transition_init: 'bigram' needs a transition that has tables; use 'normal'")
         ids = np.arange(model.vocab_size) if draft_ids is None else draft_ids
         a, b = bigram.factorise(sequences, model.vocab_size, ids, model.rank)
         params["transition"] |= {"predecessor": jnp.asarray(a), "successor": jnp.asarray(b)}
     elif config.drafter.transition_init != "normal":
         raise ValueError(f"drafter.transition_init: {config.drafter.transition_init!r}; allowed: 'bigram', 'normal'")
-    return params
+    return drafter_lib.attach(model, params, target, draft_ids)
 
 
 def most_frequent(tokens, vocab_size, count):
@@ -158,7 +163,7 @@ def inverse(draft_ids, vocab_size):
     if draft_ids is None:
         return jnp.arange(vocab_size, dtype=jnp.int32)
     table = np.full(vocab_size, -1, np.int32)
-    table[draft_ids] = np.arange(len(draft_ids))
+    table[np.asarray(draft_ids)] = np.arange(len(draft_ids))
     return jnp.asarray(table)
 
 

@@ -13,11 +13,16 @@ from dspark_jax.drafter import base_logits, block_confidence, training_hidden
 from train import features as features_lib
 
 
-def make_optimizer(options, total_steps):
-    """AdamW with linear warm-up, cosine decay to zero at ``total_steps`` and clipping by the global norm."""
-    if not 0 <= options.warmup_steps < total_steps:
-        raise ValueError(f"optimizer.warmup_steps: {options.warmup_steps}; must lie in [0, steps = {total_steps})")
-    schedule = optax.warmup_cosine_decay_schedule(0.0, options.lr, options.warmup_steps, total_steps, 0.0)
+def make_optimizer(options, steps):
+    """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm.
+
+    The decay ends at ``options.decay_steps``, or with the run, after ``steps``, where that is None. A run that ends
+    earlier keeps a high rate for another one to go on from.
+    """
+    decay_steps = options.decay_steps or steps
+    if not 0 <= options.warmup_steps < decay_steps:
+        raise ValueError(f"optimizer.warmup_steps: {options.warmup_steps}; must lie in [0, steps = {decay_steps})")
+    schedule = optax.warmup_cosine_decay_schedule(0.0, options.lr, options.warmup_steps, decay_steps, 0.0)
     return optax.chain(
         optax.clip_by_global_norm(options.clip),
         optax.adamw(schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay))

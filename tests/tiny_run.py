@@ -1,0 +1,69 @@
+"""A training run small enough for a test. As a program: python tiny_run.py WORKDIR TOKENS [STEP], killed by SIGKILL
+right after the metrics of step STEP are written."""
+
+import os
+import signal
+import sys
+
+import numpy as np
+from ml_collections import config_dict
+
+import pairs
+from dspark_jax.data.conversations import OnPolicyTokens
+from train import loop
+
+VOCABULARY, STEPS = 24, 30
+
+
+def target():
+    return pairs.random_target(seed=2, vocab_size=VOCABULARY, tie_word_embeddings=False, head_spread=0.6)
+
+
+def write_tokens(path, conversations=24):
+    """Chains in which each token has three likely followers; token 0 ends an answer now and then."""
+    rng = np.random.default_rng(0)
+    followers = rng.integers(0, VOCABULARY, (VOCABULARY, 3))
+    rows = []
+    for i in range(conversations):
+        chain = [int(rng.integers(1, VOCABULARY))]
+        for _ in range(int(rng.integers(20, 45))):
+            chain.append(int(followers[chain[-1], rng.integers(3)]))
+        cut = int(rng.integers(3, 8))
+        rows.append((chain[:cut], chain[cut:], 1.0, "gsm8k" if i % 3 else "chat"))
+    OnPolicyTokens.pack(rows).save(path)
+
+
+def config(tokens):
+    """Every field of configs/, at sizes that train in seconds; written out, so that recipes can change without it."""
+    sections = {
+        "target": "tests/tiny_run.py", "seed": 3, "steps": STEPS, "checkpoint_every": 5, "init_from": None,
+        "data": {"tokens": str(tokens), "conversations": None, "max_length": 40, "source_weights": {"gsm8k": 3.0}},
+        "features": {"cached": True, "directory": None},
+        "drafter": {
+            "num_hidden_layers": 1, "intermediate_size": 32, "conv_kernel_size": 0, "block_length": 3,
+            "layout": "anchor_first", "target_layer_ids": (0, 1), "mask_token_id": 1, "draft_vocab_size": 20,
+            "transition": "vanilla", "transition_init": "bigram", "rank": 8, "execution": "lattice", "candidates": 4,
+            "confidence": True},
+        "batch": {"sequences": 4, "anchors": 6},
+        "loss": {"ce": 0.1, "l1": 0.9, "confidence": 0.1, "decay": 4.0},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 3, "decay_steps": None, "b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "clip": 1.0},
+        "evaluation": {"prompts": 0, "max_new_tokens": 8},
+    }
+    return config_dict.ConfigDict(sections)
+
+
+def main(workdir, tokens, kill_at=None):
+    if kill_at is not None:
+        write = loop._Metrics.write
+
+        def write_and_die(self, step, values):
+            write(self, step, values)
+            if step == int(kill_at):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        loop._Metrics.write = write_and_die
+    loop.train(config(tokens), workdir, target())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
