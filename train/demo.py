@@ -28,9 +28,9 @@ _TEMPERATURE = flags.DEFINE_float(
 )
 
 PROMPTS = {
-    "word problem": "A baker packs 12 rolls in every bag. She baked 150 rolls and sold 9 bags. How many rolls are left?",
-    "Python function": "Write a Python function that returns the n-th Fibonacci number.",
-    "chat": "I want to learn to cook. What should I start with?",
+    "word problem": "Lena reads 20 pages every day. How many pages does she read in one week? Explain step by step.",
+    "Python function": "Write a Python function that returns the largest number in a list.",
+    "chat": "How can I sleep better?",
 }
 _GREEN, _RESET = "\033[32m", "\033[0m"
 
@@ -49,6 +49,7 @@ def main(argv):
     prompts = {name: target.tokenizer.chat([{"role": "user", "content": text}]) for name, text in PROMPTS.items()}
     options = {"max_new_tokens": _MAX_NEW_TOKENS.value, "temperature": _TEMPERATURE.value}
 
+    print(f"answers end after {_MAX_NEW_TOKENS.value} tokens at the latest")
     print("compiling both ways of decoding (not part of any tokens/s) ... ", end="", flush=True)
     compiling = time.perf_counter()
     for prompt in prompts.values():

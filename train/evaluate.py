@@ -30,7 +30,9 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "An answer is cut 
 _TEMPERATURE = flags.DEFINE_float(
     "temperature", 0.0, "Sampling temperature; 0 takes the likeliest token.", lower_bound=0.0
 )
-_EXECUTION = flags.DEFINE_enum("execution", None, EXECUTIONS, "How blocks are drafted; what the drafter declares if unset.")
+_EXECUTION = flags.DEFINE_enum(
+    "execution", None, EXECUTIONS, "How blocks are drafted; what the drafter declares if unset."
+)
 _BLOCK_LENGTH = flags.DEFINE_integer("block_length", None, "Drafts a block; what the drafter was trained for if unset.")
 _PLAIN = flags.DEFINE_bool("plain", True, "Decode every prompt without the drafter too; --noplain takes half the time.")
 _OUT = flags.DEFINE_string("out", None, "JSON file for the results.")

@@ -47,9 +47,7 @@ class Measurement:
     def acceptance(self) -> list[float | None]:
         """[T]: the share of rounds in which draft t was accepted, among those that accepted all before it; None where
         there is no such round."""
-        rounds = [
-            pair for rows in zip(self.result.accepted, self.result.proposed) for pair in zip(*rows)
-        ]
+        rounds = [pair for rows in zip(self.result.accepted, self.result.proposed) for pair in zip(*rows)]
         shares = []
         for t in range(self.block_length):
             reached = [accepted for accepted, proposed in rounds if accepted >= t and proposed > t]
@@ -143,7 +141,7 @@ def table(header, rows) -> str:
 def load_drafter(where, target, block_length=None):
     """`ds.load_drafter`, run with fewer drafts a block where ``block_length`` says so.
 
-    The slots of a block see each other, so fewer of them change the drafts a little; what is decoded stays the target's.
+    The slots of a block see each other, so fewer of them change the drafts a little; the output stays the target's.
     Raises ValueError for a length that the drafter was not trained for; else as `ds.load_drafter`.
     """
     drafter = ds.load_drafter(where, target)
@@ -165,8 +163,8 @@ def machine() -> dict:
     """What a measurement was made on: processor, cores this process may use, device and versions."""
     processor = platform.processor() or platform.machine()
     if (info := pathlib.Path("/proc/cpuinfo")).exists():
-        models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        processor = models[0] if models else processor
+        lines = (line.partition(":") for line in info.read_text().splitlines())
+        processor = next((value.strip() for name, _, value in lines if name.strip() == "model name"), processor)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"processor": processor, "cores": cores, "device": jax.devices()[0].device_kind,
             "python": platform.python_version(), "jax": jax.__version__}
