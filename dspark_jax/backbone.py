@@ -33,6 +33,21 @@ class BackboneConfig:
     conv_kernel_size: int = 0
     conv_group_size: int = 16
 
+    def __post_init__(self):
+        for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "num_key_value_heads", "head_dim", "conv_group_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)}; must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_key_value_heads: {self.num_key_value_heads}; must divide the "
+                             f"{self.num_attention_heads} attention heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim}; must be even, for rotary positions")
+        if self.conv_kernel_size < 0:
+            raise ValueError(f"conv_kernel_size: {self.conv_kernel_size}; must be at least 0, which means none")
+        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
+            raise ValueError(f"conv_group_size: {self.conv_group_size}; must divide hidden_size {self.hidden_size}")
+
 
 def attend_context_and_block(query, context, block, visible):
     """Attention of every slot over the visible context and over all slots of its own block.

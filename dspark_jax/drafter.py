@@ -55,6 +55,8 @@ class DrafterConfig:
         for field in ("block_length", "vocab_size", "draft_vocab_size", "candidates"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: {getattr(self, field)}; must be at least 1")
+        if self.rank < 1 and self.transition != "none":
+            raise ValueError(f"rank: {self.rank}; must be at least 1 for the transition {self.transition!r}")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size: {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -241,14 +243,20 @@ class Drafter:
                 "draft_to_target": self.draft_to_target}
 
 
-def attach(config, params, target, draft_to_target=None):
-    """A drafter on the target's own embedding and output tables. Raises ValueError where the two do not fit."""
-    t, b = target.config, config.backbone
-    for what, ours, theirs in (("vocab_size", config.vocab_size, t.vocab_size), ("hidden_size", b.hidden_size, t.hidden_size)):
+def check_fit(config, target):
+    """Raises ValueError where a `DrafterConfig` does not fit a `TargetConfig`."""
+    for what, ours, theirs in (("vocab_size", config.vocab_size, target.vocab_size),
+                               ("hidden_size", config.backbone.hidden_size, target.hidden_size)):
         if ours != theirs:
             raise ValueError(f"{what}: the drafter has {ours}, the target {theirs}; they must be equal")
-    if config.target_layer_ids[-1] >= t.num_hidden_layers:
-        raise ValueError(f"target_layer_ids: {config.target_layer_ids}; the target's layers are 0..{t.num_hidden_layers - 1}")
+    if config.target_layer_ids[-1] >= target.num_hidden_layers:
+        raise ValueError(f"target_layer_ids: {config.target_layer_ids}; the target's layers are "
+                         f"0..{target.num_hidden_layers - 1}")
+
+
+def attach(config, params, target, draft_to_target=None):
+    """A drafter on the target's own embedding and output tables. Raises ValueError where the two do not fit."""
+    check_fit(config, target.config)
     if (draft_to_target is None) != (config.draft_vocab_size == config.vocab_size):
         raise ValueError("draft_to_target: needed exactly where draft_vocab_size is smaller than vocab_size")
     head_rows = target.head_rows()

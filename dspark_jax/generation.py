@@ -10,6 +10,7 @@ B batch, T draft positions, S cache length, V vocabulary.
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -210,7 +211,8 @@ def _steps(options, target, drafter, prompts, max_new_tokens, temperature, seed,
     padded = np.zeros((count, width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, :len(prompt)] = prompt
-    reach = max(width, lengths.max() + max_new_tokens) + (options.drafter.block_length if drafter else 0) + 1
+    # The last round starts at the last token but one at the latest, and writes its anchor and all its drafts.
+    reach = max(width, lengths.max() + max_new_tokens + (options.drafter.block_length if drafter else 0))
     t, S = options.target, _round_up(reach, CACHE_BUCKET)
     target_cache = kv.empty_cache(t.num_hidden_layers, count, S, t.num_key_value_heads, t.head_dim)
     draft_cache, weights = (), None
@@ -270,8 +272,14 @@ def _check(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, 
         raise ValueError("prompts: empty list; give at least one prompt")
     vocab, context = target.config.vocab_size, target.config.max_position_embeddings
     for i, prompt in enumerate(prompts):
+        if not hasattr(prompt, "__len__"):
+            raise ValueError(f"prompts[{i}]: {prompt!r} is not a list of token ids")
         if len(prompt) == 0:
             raise ValueError(f"prompts[{i}]: empty prompt; give at least one token")
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # arrays of ids are welcome too
+        strange = [t for t in prompt if not isinstance(t, numbers.Integral)]
+        if strange:
+            raise ValueError(f"prompts[{i}]: {strange[0]!r} is not a token id")
         bad = next((t for t in prompt if not 0 <= t < vocab), None)
         if bad is not None:
             raise ValueError(f"prompts[{i}]: token id {bad} is outside the vocabulary [0, {vocab})")
@@ -279,6 +287,9 @@ def _check(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, 
             raise ValueError(f"prompts[{i}]: {len(prompt)} tokens and {max_new_tokens} new ones exceed the target's "
                              f"context of {context}")
     stops = frozenset(target.config.stop_tokens if stop_tokens is None else stop_tokens)
+    bad = sorted(t for t in stops if not 0 <= t < vocab)
+    if bad:
+        raise ValueError(f"stop_tokens: token id {bad[0]} is outside the vocabulary [0, {vocab})")
     if drafter is not None:
         c = drafter.config
         execution = c.execution if execution is None else execution

@@ -46,8 +46,8 @@ class DecoderLayer(nn.Module):
     def __call__(self, x, positions, visible, cache):
         c = self.config
         attention = layers.AttentionProjections(
-                c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size, c.rms_norm_eps, c.rope_theta,
-                c.qk_norm, c.attention_bias, name="self_attn")
+            c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size, c.rms_norm_eps, c.rope_theta,
+            c.qk_norm, c.attention_bias, name="self_attn")
         y = layers.RMSNorm(c.rms_norm_eps, name="input_layernorm")(x)
         query = attention.queries(y, positions)
         key, value = attention.keys_values(y, positions)
@@ -144,6 +144,8 @@ class Target:
         tokens = np.asarray(tokens)
         if tokens.ndim != 2 or tokens.size == 0:
             raise ValueError(f"tokens must have shape [batch, length] and not be empty, got shape {tokens.shape}")
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"tokens must be whole numbers, got {tokens.dtype}")
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
             raise ValueError(f"token ids must lie in [0, {self.config.vocab_size}), got {tokens.min()}..{tokens.max()}")
         if tokens.shape[1] > self.config.max_position_embeddings:

@@ -46,7 +46,8 @@ def config(tokens):
             "confidence": True},
         "batch": {"sequences": 4, "anchors": 6},
         "loss": {"ce": 0.1, "l1": 0.9, "confidence": 0.1, "decay": 4.0},
-        "optimizer": {"lr": 1e-2, "warmup_steps": 3, "decay_steps": None, "b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "clip": 1.0},
+        "optimizer": {
+            "lr": 1e-2, "warmup_steps": 3, "decay_steps": None, "b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "clip": 1.0},
         "evaluation": {"prompts": 0, "max_new_tokens": 8},
     }
     return config_dict.ConfigDict(sections)

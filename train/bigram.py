@@ -15,6 +15,9 @@ import scipy.sparse.linalg
 
 def factorise(sequences, vocab_size, draft_ids, rank, smoothing=16.0, seed=0):
     """``sequences``: int arrays; ``draft_ids`` int [Vd] -> (A [V, R], B [Vd, R]) float32, with balanced singular values."""
+    if not 1 <= rank < min(vocab_size, len(draft_ids)):
+        raise ValueError(f"rank: {rank}; must lie in [1, {min(vocab_size, len(draft_ids)) - 1}] for tables that start "
+                         "from the bigram statistics")
     a = np.concatenate([s[:-1] for s in sequences]).astype(np.int64)
     b = np.concatenate([s[1:] for s in sequences]).astype(np.int64)
     to_draft = np.full(vocab_size, -1)

@@ -40,20 +40,24 @@ def compute(target, sequences, taps, directory, batch=16, progress=None):
     starts = np.concatenate([[0], np.cumsum(lengths)])
     width = (len(taps) + 1) * target.config.hidden_size
     manifest = {"version": 1, "taps": list(taps), "width": width, "tokens": int(starts[-1]),
-                            "fingerprint": fingerprint(target, sequences)}
+                "fingerprint": fingerprint(target, sequences)}
     file, state = directory / "features.bin", directory / "manifest.json"
     done = 0
     if state.exists():
-        found = json.loads(state.read_text())
-        done = found.pop("done")
+        try:
+            found = json.loads(state.read_bytes())
+            done = int(found.pop("done"))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{state}: damaged ({error}); delete it and {file.name}") from error
         different = [k for k in manifest if found.get(k) != manifest[k]]
         if different:
             raise ValueError(f"{directory} holds features of something else ({', '.join(different)} differ): "
-                                              "choose another directory or delete this one")
-    if not file.exists():
+                             "choose another directory or delete this one")
+    size = int(starts[-1]) * width * 2
+    if not file.exists() or file.stat().st_size != size:
         done = 0
         with open(file, "wb") as f:
-            f.truncate(int(starts[-1]) * width * 2)
+            f.truncate(size)
     rows = np.memmap(file, ml_dtypes.bfloat16, "r+", shape=(int(starts[-1]), width))
     # Longest last: batches of like length; the order is a pure function of the lengths, so `done` means the same again.
     order = np.argsort(lengths, kind="stable")

@@ -36,6 +36,9 @@ def train(config, workdir, target=None):
     workdir.mkdir(parents=True, exist_ok=True)
     _claim(workdir, config)
     target = target or loading.load_target(config.target)
+    model = drafter_config(config.drafter, target.config)  # what is wrong with the config shows before the long work
+    drafter_lib.check_fit(model, target.config)
+    optimizer = objective.make_optimizer(config.optimizer, config.steps)
 
     # ---------------------------------------------------------------- data
     data = OnPolicyTokens.load(config.data.tokens)
@@ -54,7 +57,6 @@ def train(config, workdir, target=None):
         rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
 
     # ------------------------------------------------------------- drafter
-    model = drafter_config(config.drafter, target.config)
     drafter = starting_drafter(config, model, target, data, sequences)
     params, draft_ids = drafter.params, drafter.draft_to_target
     (workdir / loading.RUN_FILE).write_text(json.dumps({
@@ -66,7 +68,6 @@ def train(config, workdir, target=None):
         online, frozen["target"] = (target.config, taps), target.params
 
     # -------------------------------------------------------------- update
-    optimizer = objective.make_optimizer(config.optimizer, config.steps)
     step_fn = jax.jit(objective.make_step(model, config.loss, config.batch.anchors, optimizer, online),
                       donate_argnums=(0, 1))
     manager = run_checkpoints.open_manager(workdir)
@@ -176,13 +177,19 @@ def _compute_features(target, sequences, taps, directory):
 def _claim(workdir, config):
     """A directory belongs to one config: training on with another one would silently mix two runs."""
     file, text = workdir / "config.json", config.to_json(indent=2, sort_keys=True)
-    if file.exists():
-        old, new = json.loads(file.read_text()), json.loads(text)
+    if file.exists() and (workdir / "checkpoints").exists():  # without, a mistake in the first config can be put right
+        try:
+            old, new = json.loads(file.read_bytes()), json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{file}: not JSON ({error}); choose another --workdir or delete this one") from error
         if old != new:
             changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
             raise ValueError(f"{file}: this run was started with another config ({', '.join(changed)} differ); "
                              "choose another --workdir or give the same config")
-    file.write_text(text)
+        return
+    scratch = file.with_suffix(".tmp")
+    scratch.write_text(text)
+    os.replace(scratch, file)  # a run that is killed right here must not leave half a file
 
 
 class _Metrics:

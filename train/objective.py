@@ -70,7 +70,7 @@ def make_step(config, loss, anchors_per_sequence, optimizer, online=None):
 
         (value, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(params)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
-        metrics = metrics | {"loss": value, "gradient_norm": optax.global_norm(gradients)}
+        metrics = metrics | {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
         return optax.apply_updates(params, updates), opt_state, metrics
 
     return step

@@ -68,9 +68,9 @@ def read_target(path):
     d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
     q, k = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     shapes = {"attn_norm": (d,), "ffn_norm": (d,), "attn_q": (q, d), "attn_k": (k, d), "attn_v": (k, d),
-                        "attn_output": (d, q), "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
+              "attn_output": (d, q), "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
     params = {"embed_tokens": {"embedding": jnp.asarray(take("token_embd.weight", (v, d)))},
-                        "norm": {"weight": jnp.asarray(take("output_norm.weight", (d,)))}}
+              "norm": {"weight": jnp.asarray(take("output_norm.weight", (d,)))}}
     if not config.tie_word_embeddings:
         params["lm_head"] = {"kernel": jnp.asarray(take("output.weight", (v, d)).T)}
     for i in range(config.num_hidden_layers):
@@ -102,10 +102,10 @@ def _config(path, metadata, tied):
 
     heads = get("attention.head_count")
     return TargetConfig(
-            vocab_size=get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
-            hidden_size=get("embedding_length"), intermediate_size=get("feed_forward_length"),
-            num_hidden_layers=get("block_count"), num_attention_heads=heads,
-            num_key_value_heads=get("attention.head_count_kv", heads),
-            head_dim=get("attention.key_length", get("embedding_length") // heads),
-            max_position_embeddings=get("context_length"), rope_theta=float(get("rope.freq_base", 10000.0)),
-            rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")), tie_word_embeddings=tied)
+        vocab_size=get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
+        hidden_size=get("embedding_length"), intermediate_size=get("feed_forward_length"),
+        num_hidden_layers=get("block_count"), num_attention_heads=heads,
+        num_key_value_heads=get("attention.head_count_kv", heads),
+        head_dim=get("attention.key_length", get("embedding_length") // heads),
+        max_position_embeddings=get("context_length"), rope_theta=float(get("rope.freq_base", 10000.0)),
+        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")), tie_word_embeddings=tied)

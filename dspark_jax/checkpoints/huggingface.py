@@ -16,7 +16,7 @@ import safetensors.flax
 from flax import traverse_util
 
 from dspark_jax.backbone import BackboneConfig
-from dspark_jax.drafter import DrafterConfig, attach, abstract_params
+from dspark_jax.drafter import DrafterConfig, abstract_params, attach, check_fit
 
 ARCHITECTURE = "DSparkJaxDrafter"
 LAYOUTS = ("native",)
@@ -67,6 +67,10 @@ def load_native(directory, target):
     """-> `Drafter` in float32. Raises ValueError naming the file and the field or tensor that is wrong."""
     directory = pathlib.Path(directory)
     config = read_config(directory / "config.json")
+    try:
+        check_fit(config, target.config)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
     file = directory / "model.safetensors"
     if not file.exists():
         raise FileNotFoundError(f"{file}: no such file")
@@ -103,9 +107,9 @@ def read_config(path):
     """config.json of a native drafter -> DrafterConfig. Raises ValueError naming the file and field."""
     path = pathlib.Path(path)
     try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from error
+        data = json.loads(path.read_bytes())
+    except ValueError as error:  # also bytes that are no text
+        raise ValueError(f"{path}: not JSON ({error})") from error
     architectures = data.pop("architectures", None) if isinstance(data, dict) else None
     if architectures != [ARCHITECTURE]:
         raise ValueError(f"{path}: architectures is {architectures!r}; supported: [{ARCHITECTURE!r}]")
@@ -115,10 +119,35 @@ def read_config(path):
 
 def config_from_dict(data, path):
     """A DrafterConfig from nested plain values; unknown, missing or invalid fields raise ValueError naming ``path``."""
-    data = dict(data)
     try:
-        data["backbone"] = BackboneConfig(**data.get("backbone", {}))
-        data["target_layer_ids"] = tuple(data.get("target_layer_ids", ()))
-        return DrafterConfig(**data)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {str(error).replace('.__init__()', '')}") from error
+        backbone = _build(BackboneConfig, data.get("backbone"), "backbone")
+        return _build(DrafterConfig, data | {"backbone": backbone}, "config")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _build(cls, data, what):
+    """``cls(**data)`` where every field has the type that the dataclass declares."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{what}: {data!r}; must be an object")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise ValueError(f"{what}: unknown field {unknown[0]!r}; allowed: {', '.join(fields)}")
+    missing = [name for name, field in fields.items() if name not in data and field.default is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"{what}: field {missing[0]!r} is missing")
+    values = {}
+    for name, value in data.items():
+        expected = fields[name].type
+        if expected == tuple[int, ...]:
+            good = isinstance(value, (list, tuple)) and all(type(v) is int for v in value)
+            value, expected = tuple(value) if good else value, "a list of whole numbers"
+        elif expected is float:
+            good, expected = type(value) in (int, float), "a number"
+        else:
+            good, expected = type(value) is expected, expected.__name__
+        if not good:
+            raise ValueError(f"{name}: {value!r}; must be {expected}")
+        values[name] = value
+    return cls(**values)

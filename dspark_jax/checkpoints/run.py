@@ -37,5 +37,9 @@ def restore_params(workdir, abstract_params):
         step = manager.latest_step()
         if step is None:
             raise ValueError(f"{workdir}: no complete checkpoint in its 'checkpoints' folder")
-        args = ocp.args.PyTreeRestore({"params": abstract_params}, partial_restore=True)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted = {"params": jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params)}
+        args = ocp.args.PyTreeRestore(
+            wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
         return step, manager.restore(step, args=args)["params"]
