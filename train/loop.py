@@ -118,7 +118,7 @@ def drafter_config(options, target):
         hidden_size=target.hidden_size, intermediate_size=options.intermediate_size or target.intermediate_size,
         num_hidden_layers=options.num_hidden_layers, num_attention_heads=target.num_attention_heads,
         num_key_value_heads=target.num_key_value_heads, head_dim=target.head_dim, rope_theta=target.rope_theta,
-        rms_norm_eps=target.rms_norm_eps, conv_kernel_size=options.conv_kernel_size)
+        rope_scaling=target.rope_scaling, rms_norm_eps=target.rms_norm_eps, conv_kernel_size=options.conv_kernel_size)
     return drafter_lib.DrafterConfig(
         backbone=backbone, vocab_size=target.vocab_size,
         draft_vocab_size=options.draft_vocab_size or target.vocab_size, block_length=options.block_length,
@@ -134,7 +134,10 @@ def init_params(config, model, target, sequences, draft_ids):
         earlier = loading.load_drafter(config.init_from, target)
         if earlier.config != model:
             raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for")
-        return earlier.params
+        if earlier.owns_tables:
+            raise ValueError(f"init_from: {config.init_from} has an embedding or output table of its own; only "
+                             "drafters on the target's tables can be trained")
+        return jax.tree.map(lambda array: array.astype(jnp.float32), earlier.params)  # whatever it was stored in
     params = drafter_lib.init_params(model, jax.random.key(config.seed))
     if config.drafter.transition_init == "bigram":
         ids = np.arange(model.vocab_size) if draft_ids is None else draft_ids
