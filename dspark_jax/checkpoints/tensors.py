@@ -5,12 +5,13 @@ Linear weights are stored [out, in]; ours are [in, out].
 
 import collections
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.checkpoints.safetensors_files import DTYPES, StoredTensor
+from dspark_jax.checkpoints.safetensors_files import DTYPES, INDEX, StoredTensor
 
 FLOATS = ("BF16", "F16", "F32")
 
@@ -50,6 +51,8 @@ def check(directory, tensors: dict[str, StoredTensor], entries: list[Entry], unu
     The message names the file, the tensor, and what was expected and found. ``unused``: names that may be there too.
     """
     dtype = weight_dtype(tensors)
+    files = {t.file for t in tensors.values()}
+    where = files.pop() if len(files) == 1 else pathlib.Path(directory) / INDEX
     expected = {entry.name: entry for entry in entries}
     unknown = next((t for name, t in tensors.items() if name not in expected and name not in unused), None)
     surplus = "" if unknown is None else (
@@ -59,8 +62,8 @@ def check(directory, tensors: dict[str, StoredTensor], entries: list[Entry], unu
         found = tensors.get(name)
         if found is None:
             also = f"; {surplus.partition(': ')[2]}" if surplus else ""
-            raise ValueError(f"{directory}: tensor {name!r} is missing from the safetensors files, expected "
-                             f"{list(entry.shape)} {entry.dtype or dtype}{also}")
+            raise ValueError(f"{where}: tensor {name!r} is missing, expected {list(entry.shape)} {entry.dtype or dtype}"
+                             f"{also}")
         if found.shape != entry.shape:
             raise ValueError(f"{found.file}: tensor {name!r} has shape {list(found.shape)}, expected "
                              f"{list(entry.shape)}")

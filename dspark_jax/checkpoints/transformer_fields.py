@@ -4,6 +4,7 @@ from dspark_jax import layers
 from dspark_jax.backbone import Attention
 from dspark_jax.checkpoints.fields import Fields
 
+DEEPEST = 1000  # layers; a number from a file must not decide how much is built before weights have been seen
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -23,11 +24,14 @@ def read_sizes(fields: Fields) -> dict:
     width = fields.integer("head_dim", hidden // heads, least=2)
     if width % 2:
         raise ValueError(f"{fields.path}: head_dim: {width}; must be even, rotary embedding turns pairs of channels")
+    depth = fields.integer("num_hidden_layers", least=1)
+    if depth > DEEPEST:
+        fields.refuse("num_hidden_layers", f"at most {DEEPEST}")
     theta, scaling = read_rope(fields)
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", least=1),
-        "num_hidden_layers": fields.integer("num_hidden_layers", least=1),
+        "num_hidden_layers": depth,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": width,
