@@ -15,6 +15,7 @@ import dspark_jax as ds
 import public_pairs as public
 from dspark_jax import layers
 from dspark_jax.checkpoints import safetensors_files, targets
+from train import benchmark_loading
 
 LLAMA, QWEN = "dflash/target_model", "dspark/target"
 TOKENS = np.arange(20, 52)[None]
@@ -209,3 +210,21 @@ def test_nothing_is_read_twice():
     stored = safetensors_files.read_directory(public.GOLDENS / QWEN)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(public.target(QWEN).params))
     assert kept == sum(np.prod(t.shape) * 4 for t in stored.values())
+
+
+def test_weights_do_not_depend_on_the_file_once_loaded(tmp_path):
+    """They are copied from the mapping, not left in it."""
+    shutil.copytree(public.GOLDENS / LLAMA, tmp_path / "t")
+    target = ds.load_target(tmp_path / "t")
+    file = tmp_path / "t" / "model.safetensors"
+    with open(file, "r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    assert jax.tree.all(jax.tree.map(np.array_equal, target.params, public.target(LLAMA).params))
+
+
+def test_the_memory_of_loading(tmp_path):
+    """The benchmark of loading, on a checkpoint small enough that its fixed part would show: see its own limit."""
+    benchmark_loading.write(tmp_path, 0.02, tied=False)
+    found = benchmark_loading.measure(tmp_path)
+    assert found["weights"] == 2 * found["parameters"] == sum(
+        np.prod(t.shape) * 2 for t in safetensors_files.read_directory(tmp_path).values())

@@ -85,7 +85,7 @@ def read_target(directory, dtype=None) -> tuple[TargetConfig, dict]:
     if config.tie_word_embeddings and HEAD in stored:  # some tied checkpoints store the same table twice
         _check_copy(stored, EMBEDDING, HEAD)
         unused.add(HEAD)
-    tensors.check(directory, stored, [entry for entry, _ in entries.values()], unused)
+    tensors.check(directory, stored, stored_entries(config), unused)
     params = {path: tensors.place(stored[entry.name], entry, shape, dtype) for path, (entry, shape) in entries.items()}
     return config, traverse_util.unflatten_dict(params)
 
@@ -98,6 +98,11 @@ def _entries(config):
         name, transposed = published_name(path)
         entries[path] = tensors.Entry.of(name, leaf.shape, transposed), leaf.shape
     return entries
+
+
+def stored_entries(config: TargetConfig) -> list[tensors.Entry]:
+    """The tensors that a directory with this config must hold."""
+    return [entry for entry, _ in _entries(config).values()]
 
 
 def abstract_params(config: TargetConfig):

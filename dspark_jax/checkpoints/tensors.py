@@ -8,7 +8,6 @@ import dataclasses
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoints.safetensors_files import DTYPES, INDEX, StoredTensor
@@ -85,6 +84,7 @@ def place(tensor: StoredTensor, entry: Entry, shape, dtype=None) -> jax.Array:
     array = (array.T if entry.transposed else array).reshape(shape)
     if dtype is None:
         dtype = np.float32 if tensor.dtype == "F16" else DTYPES[tensor.dtype]
-    placed = jnp.array(array, dtype=dtype)
+    # Straight from the mapping, transposed or not: jnp.array would make a second copy on the way.
+    placed = jax.device_put(array if array.dtype == dtype else array.astype(dtype), may_alias=False)
     placed.block_until_ready()  # the mapping ends here
     return placed
