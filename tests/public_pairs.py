@@ -65,8 +65,8 @@ def edited_tensors(name, directory, change):
 def blocks(pair_target, pair_drafter, sequences, starts):
     """What the drafter computes at rounds of a decoded text, without any cache.
 
-    sequences: lists of token ids, one a prompt; starts: per prompt the positions of the anchors. Returns per prompt a list
-    of (hidden [T, D], base logits [T, V], function of the drafted tokens -> corrected logits [T, V]).
+    sequences: lists of token ids, one a prompt; starts: per prompt the positions of the anchors. Returns per
+    prompt a list of (hidden [T, D], base logits [T, V], function of the drafted tokens -> corrected logits [T, V]).
     """
     config, count = pair_drafter.config, max(map(len, starts))
     tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
@@ -76,7 +76,8 @@ def blocks(pair_target, pair_drafter, sequences, starts):
         anchors[row, :len(positions)], keep[row, :len(positions)] = positions, True
     _, tapped = target_lib.forward(pair_target.config, pair_target.params, jnp.asarray(tokens), config.target_layer_ids)
     run = jax.jit(drafter_lib.training_hidden, static_argnums=0)
-    hidden = run(config, pair_drafter.params, pair_drafter.embedding, jnp.concatenate(tapped, -1), tokens, anchors, keep)
+    features = jnp.concatenate(tapped, -1)
+    hidden = run(config, pair_drafter.params, pair_drafter.embedding, features, tokens, anchors, keep)
     logits = drafter_lib.base_logits(config, pair_drafter.head_rows, hidden)
     rule, table = transitions.get_transition(config.transition), pair_drafter.params.get("transition", {})
 

@@ -11,7 +11,8 @@ from dspark_jax import drafter as drafter_lib
 from dspark_jax import layers
 from dspark_jax.backbone import Attention, Backbone, BackboneConfig, attend_context_and_block, restrict
 
-KINDS = [Attention(), Attention(causal=True), Attention(window=3), Attention(window=3, causal=True), Attention(window=9)]
+KINDS = [
+    Attention(), Attention(causal=True), Attention(window=3), Attention(window=3, causal=True), Attention(window=9)]
 
 
 def slow_attention(kind, query, context, block, anchors, positions):
@@ -63,7 +64,7 @@ def backbone_config(attention):
 @pytest.mark.parametrize("kind", KINDS[1:], ids=str)
 @pytest.mark.parametrize("layout", ["anchor_first", "fill_in"])
 def test_training_and_cached_decoding_agree(kind, layout):
-    """A block in training equals the same block drafted from a cache that is longer than its context and holds rubbish."""
+    """A block in training equals the same block drafted from a cache that is longer than its context, with rubbish."""
     config = drafter_lib.DrafterConfig(
         backbone=backbone_config((kind, Attention(window=4))), vocab_size=20, draft_vocab_size=20, block_length=4,
         layout=layout, target_layer_ids=(0, 1), mask_token_id=3, transition="none", input_embedding_scale=1.7)
@@ -118,7 +119,8 @@ def slow_llama3(i, half, theta, s):
         return frequency
     if wavelength > s.original_max_position_embeddings / s.low_freq_factor:
         return frequency / s.factor
-    smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    turns = s.original_max_position_embeddings / wavelength
+    smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     return (1 - smooth) * frequency / s.factor + smooth * frequency
 
 

@@ -29,7 +29,7 @@ def close(actual, expected, tolerance=1e-4, message=""):
 # ------------------------------------------------------------------ decoding
 
 
-def deepspec_rounds(accepted, stopped=False):
+def deepspec_rounds(accepted):
     """The reference starts one more round where exactly `TOKENS` are there: rounds that start before that."""
     produced, rounds = 1, []
     for m in accepted:
@@ -173,14 +173,16 @@ def test_zlab_first_rounds(version):
     prompts = public.values(f"dflash/expected/draft_{version}_t0.json")["prompts"]
     expected = public.arrays(f"dflash/expected/draft_{version}_rounds.npz")
     sequences = [p["prompt_ids"] + p["output_ids"] for p in prompts]
-    found = public.blocks(public.target(name), public.drafter(name), sequences, [p["round_starts"][:3] for p in prompts])
+    starts = [p["round_starts"][:3] for p in prompts]
+    found = public.blocks(public.target(name), public.drafter(name), sequences, starts)
     for i, rounds in enumerate(found):
         for k, (hidden, logits, corrected) in enumerate(rounds):
             close(hidden, expected[f"p{i}_r{k}_hidden"])
             close(logits, expected[f"p{i}_r{k}_logits"])
             if version == "v2":
                 scores = np.asarray(corrected(expected[f"p{i}_r{k}_draft_tokens"]))
-                close(np.take_along_axis(scores, expected[f"p{i}_r{k}_candidates"], -1), expected[f"p{i}_r{k}_path_scores"])
+                scores = np.take_along_axis(scores, expected[f"p{i}_r{k}_candidates"], -1)
+                close(scores, expected[f"p{i}_r{k}_path_scores"])
 
 
 def training_forward(name, tokens, features, anchors, keep):
@@ -285,7 +287,7 @@ def test_round_trip_is_bit_exact(name, dtype, tmp_path):
     for key in set(old) & set(new) - ignored:
         assert old[key] == new[key], key
     # Another reader finds the same numbers.
-    theirs, ours = (safetensors.numpy.load_file(folder / "model.safetensors") for folder in (source, tmp_path / "saved"))
+    theirs, ours = (safetensors.numpy.load_file(f / "model.safetensors") for f in (source, tmp_path / "saved"))
     assert all(np.array_equal(theirs[k], ours[k]) for k in theirs)
 
 

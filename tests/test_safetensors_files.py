@@ -1,4 +1,4 @@
-"""The reader of safetensors directories: what is damaged or lies is refused with file and tensor, before memory is taken."""
+"""The reader of safetensors directories: what is damaged or lies is refused, before memory is taken."""
 
 import json
 import resource
@@ -95,7 +95,8 @@ def test_bad_files_name_file_and_tensor(case, tmp_path):
         files.read_directory(tmp_path)
     message = str(error.value)
     assert message.startswith(str(file)) and part in message and "\n" not in message
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB: no memory for what is not there
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert taken < 64 << 10  # KiB: no memory for what is not there
 
 
 def shards(folder, weight_map, **contents):

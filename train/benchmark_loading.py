@@ -23,7 +23,7 @@ import dspark_jax as ds
 from dspark_jax.checkpoints import safetensors_files, targets
 from train import command_line
 
-_SCALE = flags.DEFINE_float("scale", 1.0, "Share of the layers and of the vocabulary of the full size.", lower_bound=0.01)
+_SCALE = flags.DEFINE_float("scale", 1.0, "Share of the full size's layers and vocabulary.", lower_bound=0.01)
 _UNTIED = flags.DEFINE_bool("untied", False, "Store an output table apart from the embedding.")
 _DIRECTORY = flags.DEFINE_string("directory", None, "Where to put the checkpoint; a temporary folder if unset.")
 _MEASURE = flags.DEFINE_string("measure", None, "Only load this directory and print the figures as JSON.")
@@ -45,8 +45,8 @@ def main(argv):
             raise RuntimeError(f"the measuring process failed: {done.stderr}")
     found = json.loads(done.stdout)
     ratio = found["peak"] / found["weights"]
-    print(f"parameters {found['parameters']:,}, weights {found['weights'] / 1e9:.3f} GB, peak {found['peak'] / 1e9:.3f} GB, "
-          f"ratio {ratio:.3f} (limit {_LIMIT}), {found['seconds']:.1f} s")
+    print(f"parameters {found['parameters']:,}, weights {found['weights'] / 1e9:.3f} GB, "
+          f"peak {found['peak'] / 1e9:.3f} GB, ratio {ratio:.3f} (limit {_LIMIT}), {found['seconds']:.1f} s")
     if ratio >= _LIMIT:
         raise ValueError(f"ratio {ratio:.3f}: loading holds more than {_LIMIT} times the weights")
 

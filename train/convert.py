@@ -4,8 +4,8 @@
   python -m train.convert --from=DFlash-dir --to=out --layout=z-lab --transition=context     (a DFlash-2 to go on from)
   python -m train.convert --from=DSpark-dir --to=out --layout=native --execution=lattice
 
-Layouts: native (this library's own), deepspec, z-lab, speculators, specforge. A target is needed where the layout stores
-its embedding and output table (deepspec, speculators) and the source does not, and for a training run.
+Layouts: native (this library's own), deepspec, z-lab, speculators, specforge. A target is needed where the layout
+stores its embedding and output table (deepspec, speculators) and the source does not, and for a training run.
 """
 
 from absl import flags

@@ -10,7 +10,6 @@ import pathlib
 import jax
 
 from dspark_jax import loading
-from dspark_jax.anchors import slots
 from dspark_jax.checkpoints import huggingface, layouts
 from dspark_jax.drafter import abstract_params
 from train import command_line, measure
@@ -51,14 +50,15 @@ def describe(config, layout, facts, stored) -> list[tuple[str, str]]:
     needs = (f"a target with hidden size {b.hidden_size}, {config.vocab_size} tokens and "
              + (f"{depth} layers" if depth else f"more than {config.target_layer_ids[-1] + 1} layers")
              + ("" if "embed_tokens.weight" in tables else "; its embedding and output table are used"))
+    candidates = f", {config.candidates} candidates" if config.execution == "lattice" else ""
     convolution = f", convolution of {b.conv_kernel_size} taps" if b.conv_kernel_size else ""
     lines = [
         ("family", _FAMILIES[config.transition]),
         ("layout", f"{layout} ({owner})"),
         ("transition", config.transition + (f", rank {config.rank}" if config.transition != "none" else "")),
-        ("execution", config.execution + (f", {config.candidates} candidates" if config.execution == "lattice" else "")),
+        ("execution", config.execution + candidates),
         ("confidence", "yes" if config.confidence else "no"),
-        ("block", f"{config.block_length} drafts from {slots(config.layout, config.block_length)} slots, {config.layout}"),
+        ("block", f"{config.block_length} drafts from {config.slots} slots, {config.layout}"),
         ("layers", f"{b.num_hidden_layers} of width {b.hidden_size}, attention {attention}{convolution}"),
         ("taps", f"{', '.join(map(str, config.target_layer_ids))} (0 is the output of the target's first layer)"),
         ("vocabulary", vocabulary),

@@ -6,7 +6,7 @@ With score_t(a -> b) = U_t(b) + < phi_t(a), B[b] >:
     vanilla -> joint     W = 0, c so large that sigmoid(c) rounds to 1: the gate is 1          exact in float32
     vanilla -> context   needs P h_t = 1 for every h_t. P h is linear in h, so h must have a channel that never changes;
                          an RMS norm leaves none, so this is refused unless the caller names one
-    context -> sequential execution, the same parameters: a Selector run over the whole vocabulary is a context-gated head
+    context -> sequential execution, the same parameters: a Selector over the whole vocabulary is a context-gated head
     no convolution -> convolution with base kernel (1, 0, ..) and W = 0: the identity           exact
 
 Everything else has no such form, and is refused with the reason. So is a change of block layout: what a slot has learnt
@@ -42,7 +42,7 @@ def convert(drafter: Drafter, *, transition=None, execution=None, block_layout=N
     config = drafter.config
     if block_layout not in (None, config.layout):
         raise ValueError(f"layout: {config.layout!r} to {block_layout!r}: a slot of this drafter "
-                         f"{_BLOCKS.get(config.layout)}; that was trained into all of its weights and has no other form")
+                         f"{_BLOCKS[config.layout]}; that was trained into all of its weights and has no other form")
     if convolution_taps is not None:
         drafter = _add_convolution(drafter, convolution_taps, convolution_group)
     if transition not in (None, config.transition):
@@ -67,8 +67,8 @@ def to_dflash2(drafter: Drafter, rank=256, candidates=16, taps=2, group=16, seed
 def _add_convolution(drafter, taps, group):
     config = drafter.config
     if config.backbone.conv_kernel_size:
-        raise ValueError(f"conv_kernel_size: the drafter has a convolution of {config.backbone.conv_kernel_size} taps; only "
-                         "one without can be given one")
+        raise ValueError(f"conv_kernel_size: the drafter has a convolution of {config.backbone.conv_kernel_size} taps; "
+                         "only one without can be given one")
     if taps < 1:
         raise ValueError(f"conv_kernel_size: {taps}; must be at least 1")
     backbone = dataclasses.replace(config.backbone, conv_kernel_size=taps, conv_group_size=group)
@@ -84,7 +84,7 @@ def _add_convolution(drafter, taps, group):
 
 def _change_transition(drafter, transition, rank, constant_feature, seed):
     config = drafter.config
-    old = config.transition
+    old, width = config.transition, config.backbone.hidden_size
     rule = transitions.get_transition(transition)
     if old == "none":
         new = dataclasses.replace(config, transition=transition, rank=rank, execution="sequential")
@@ -93,27 +93,27 @@ def _change_transition(drafter, transition, rank, constant_feature, seed):
     elif (old, transition) == ("vanilla", "joint"):
         new = dataclasses.replace(config, transition=transition)
         table = drafter.params["transition"]
-        shapes = rule.parameter_shapes(config.vocab_size, config.draft_vocab_size, config.backbone.hidden_size, config.rank)
+        shapes = rule.parameter_shapes(config.vocab_size, config.draft_vocab_size, width, config.rank)
         dtype = table["successor"].dtype
         fresh = table | {"gate_kernel": jnp.zeros(shapes["gate_kernel"], dtype),
                          "gate_bias": jnp.full(shapes["gate_bias"], SATURATED, dtype)}
     elif (old, transition) == ("vanilla", "context"):
         if constant_feature is None:
             raise ValueError(
-                "transition: 'vanilla' to 'context': the gate P h would have to be 1 for every state h, but it is linear in "
-                "h without a bias, and the final norm leaves no channel of h constant. A DSpark head can be run as a "
-                "lattice as it is: execution 'lattice'")
+                "transition: 'vanilla' to 'context': the gate P h would have to be 1 for every state h, but it is "
+                "linear in h without a bias, and the final norm leaves no channel of h constant. A DSpark head can be run "
+                "as a lattice as it is: execution 'lattice'")
         channel, value = constant_feature
-        if not 0 <= channel < config.backbone.hidden_size or not value:
-            raise ValueError(f"constant_feature: {constant_feature}; must be (a channel below "
-                             f"{config.backbone.hidden_size}, its value, not 0)")
+        if not 0 <= channel < width or not value:
+            raise ValueError(f"constant_feature: {constant_feature}; must be (a channel below {width}, its "
+                             "value, not 0)")
         new = dataclasses.replace(config, transition=transition)
         table = drafter.params["transition"]
-        gate = jnp.zeros((config.backbone.hidden_size, config.rank), table["successor"].dtype).at[channel].set(1 / value)
+        gate = jnp.zeros((width, config.rank), table["successor"].dtype).at[channel].set(1 / value)
         fresh = table | {"hidden_projection": gate}
     else:
-        raise ValueError(f"transition: {old!r} to {transition!r}: there is no such form with the same scores; possible: "
-                         "'none' to any, 'vanilla' to 'joint'")
+        raise ValueError(f"transition: {old!r} to {transition!r}: there is no such form with the same scores; "
+                         "possible: 'none' to any, 'vanilla' to 'joint'")
     dtype = jnp.result_type(*jax.tree.leaves(drafter.params["backbone"]))
     fresh = {name: array.astype(dtype) for name, array in fresh.items()}
     return dataclasses.replace(drafter, config=new, params=drafter.params | {"transition": fresh})

@@ -147,7 +147,7 @@ def load(directory, target=None) -> Drafter:
     """A drafter of any layout, attached to ``target``; without one it can be saved again but not decode.
 
     Weights keep their dtype (float16 becomes float32), those of the native layout become float32. Raises
-    FileNotFoundError or ValueError that names the file and the field or tensor that is wrong or does not fit the target.
+    FileNotFoundError or ValueError that names the file and the field or tensor that is wrong or does not fit.
     """
     checkpoint = open_checkpoint(directory)
     config, stored, layout = checkpoint.config, checkpoint.tensors, checkpoint.published

@@ -5,8 +5,8 @@ A directory with manifest.json, samples.idx and the shards it names. Sample i is
     sample_id u64, shard_id u32, seq_len u32, then the byte offsets u64 inside the shard of input_ids int32 [S],
     attention_mask u8 [S], loss_mask u8 [S], target_hidden_states bf16 [S, L * D], target_last_hidden_states bf16 [S, D]
 
-all little-endian. Shards are memory-mapped: a sample is read when it is asked for. The last hidden states are those after
-the target's final norm; the others are the raw outputs of the tapped layers, side by side.
+all little-endian. Shards are memory-mapped: a sample is read when it is asked for. The last hidden states are those
+after the target's final norm; the others are the raw outputs of the tapped layers, side by side.
 
 S tokens of a sample, L tapped layers, D model width.
 """
@@ -47,8 +47,9 @@ class TargetCache:
       target_layer_ids: the taps; hidden_size: D.
       lengths: int64 [number of samples], tokens of each.
 
-    Everything is checked when it is opened: the manifest's fields, the record numbers, that every byte range lies inside
-    its shard and overlaps no other. Raises FileNotFoundError or ValueError that names the file and the field or sample.
+    Everything is checked when it is opened: the manifest's fields, the record numbers, that every byte range lies
+    inside its shard and overlaps no other. Raises FileNotFoundError or ValueError that names the file and
+    the field or sample.
     """
 
     def __init__(self, directory):
@@ -136,7 +137,8 @@ class TargetCache:
             shard = sorted(r for r in shard if r[0] < r[1])
             for before, after in zip(shard, shard[1:]):
                 if after[0] < before[1]:
-                    raise ValueError(f"{file}: record {after[2]}: {after[3]} overlaps {before[3]} of record {before[2]}")
+                    raise ValueError(f"{file}: record {after[2]}: {after[3]} overlaps {before[3]} of record "
+                                     f"{before[2]}")
         return records
 
 
@@ -144,7 +146,8 @@ def _shard_files(directory, fields):
     """{shard_id: path} of the manifest's shards, which must lie in the directory itself."""
     shards, listed = {}, fields.raw("shards")
     if not isinstance(listed, list) or len(listed) != fields.integer("num_shards"):
-        raise ValueError(f"{fields.path}: shards: must be a list of num_shards, {fields.integer('num_shards')}, entries")
+        raise ValueError(f"{fields.path}: shards: must be a list of num_shards, {fields.integer('num_shards')}, "
+                         "entries")
     for i, shard in enumerate(listed):
         if not isinstance(shard, dict):
             raise ValueError(f"{fields.path}: shards[{i}]: must be an object")
