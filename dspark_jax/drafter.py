@@ -256,7 +256,7 @@ class Drafter:
                 "draft_to_target": self.draft_to_target}
 
 
-def check_fits(config, target):
+def check_fit(config, target):
     """Raises ValueError where a drafter of this config cannot draft for a `TargetConfig`."""
     for what, ours, theirs in (("vocab_size", config.vocab_size, target.vocab_size),
                                ("hidden_size", config.backbone.hidden_size, target.hidden_size)):
@@ -272,7 +272,7 @@ def attach(config, params, target, draft_to_target=None, embedding=None, head_ro
 
     Raises ValueError where the two do not fit.
     """
-    check_fits(config, target.config)
+    check_fit(config, target.config)
     if (draft_to_target is None) != (config.draft_vocab_size == config.vocab_size):
         raise ValueError("draft_to_target: needed exactly where draft_vocab_size is smaller than vocab_size")
     owns_tables = embedding is not None or head_rows is not None

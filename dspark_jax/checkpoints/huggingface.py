@@ -23,7 +23,7 @@ from dspark_jax.backbone import Attention, BackboneConfig
 from dspark_jax.checkpoints import layouts, safetensors_files, tensors
 from dspark_jax.checkpoints.fields import Fields
 from dspark_jax.checkpoints.tensors import Entry
-from dspark_jax.drafter import Drafter, DrafterConfig, abstract_params, attach, check_fits
+from dspark_jax.drafter import Drafter, DrafterConfig, abstract_params, attach, check_fit
 
 ARCHITECTURE = "DSparkJaxDrafter"
 NATIVE = "native"
@@ -187,7 +187,7 @@ def _check_target(checkpoint, target):
         raise ValueError(f"{path}: target_layer_ids: {config.target_layer_ids}; must be below {depth - 1}: the output "
                          "of the target's last layer means two things, with and without the final norm")
     try:
-        check_fits(config, target.config)
+        check_fit(config, target.config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
