@@ -29,7 +29,8 @@ class DrafterConfig:
     ``block_length`` is T, the number of drafts. ``layout`` says which slot predicts what (`dspark_jax.anchors`).
     ``target_layer_ids``: -1 is the embedding output, i the raw output of decoder layer i. ``draft_vocab_size`` smaller
     than ``vocab_size`` means that only some target ids can be drafted. ``execution`` and ``candidates`` are what the
-    checkpoint asks to be run with; a caller may choose otherwise.
+    checkpoint asks to be run with; a caller may choose otherwise. ``input_embedding_scale`` multiplies the embeddings
+    that go into the slots.
     """
 
     backbone: BackboneConfig
@@ -47,6 +48,7 @@ class DrafterConfig:
     confidence_with_predecessor: bool = True
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
+    input_embedding_scale: float = 1.0
 
     def __post_init__(self):
         transitions.get_transition(self.transition)
@@ -153,8 +155,15 @@ def abstract_params(config):
 
 
 def base_logits(config, head_rows, hidden):
-    """U = softcap(multiplier * h head^T): hidden [..., D], head_rows [Vd, D] -> [..., Vd]."""
-    return layers.scale_logits(hidden @ head_rows.T, config.output_multiplier, config.final_logit_softcapping)
+    """U = softcap(multiplier * h head^T): hidden [..., D], head_rows [Vd, D] -> [..., Vd], summed in float32."""
+    logits = layers.table_logits(hidden, head_rows)
+    return layers.scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
+
+
+def slot_embeddings(config, embedding, ids):
+    """What goes into the slots: embedding [V, D], ids int [...] -> [..., D]."""
+    x = embedding[ids]
+    return x if config.input_embedding_scale == 1 else x * jnp.asarray(config.input_embedding_scale, x.dtype)
 
 
 def block_confidence(config, params, hidden, predecessors):
@@ -175,8 +184,9 @@ def training_hidden(config, params, embedding, features, tokens, anchors, keep):
     context = module.apply(variables, features, positions, method=DrafterModule.context)
     ids = anchors_lib.block_tokens(tokens, anchors, keep, config.slots, config.mask_token_id)
     visible = positions[:, None, :] < anchors[:, :, None]
-    return module.apply(variables, embedding[ids], anchors_lib.block_positions(anchors, config.slots), context, visible,
-                        method=DrafterModule.block)
+    return module.apply(
+        variables, slot_embeddings(config, embedding, ids), anchors_lib.block_positions(anchors, config.slots), context,
+        visible, method=DrafterModule.block)
 
 
 @jax.tree_util.register_dataclass
@@ -202,8 +212,9 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     visible = jnp.arange(context[0][0].shape[1]) < starts[:, None, None]
     with jax.named_scope("draft_backbone"):
         hidden = DrafterModule(config).apply(
-            {"params": params}, embedding[ids], anchors_lib.block_positions(starts[:, None], config.slots), context,
-            visible, method=DrafterModule.block)[:, 0]
+            {"params": params}, slot_embeddings(config, embedding, ids),
+            anchors_lib.block_positions(starts[:, None], config.slots), context, visible,
+            method=DrafterModule.block)[:, 0]
     with jax.named_scope("draft_head"):
         logits = base_logits(config, head_rows, hidden)
     if execution == "lattice":
@@ -228,14 +239,18 @@ class Drafter:
     """A drafter ready to run: ``config``, ``params``, and the tables it works with.
 
     ``embedding`` [V, D] and ``head_rows`` [Vd, D] are usually the target's (rows of the draft vocabulary only);
+    ``owns_tables`` says that they are not. A drafter read without its target has None there and cannot decode.
     ``draft_to_target`` int32 [Vd] maps draft ids to target ids, None where both are the same.
+    ``target``: what is known of the target's config, "num_target_layers" and "max_position_embeddings".
     """
 
     config: DrafterConfig
     params: dict
-    embedding: jax.Array
-    head_rows: jax.Array
+    embedding: jax.Array | None
+    head_rows: jax.Array | None
     draft_to_target: jax.Array | None = None
+    owns_tables: bool = False
+    target: dict = dataclasses.field(default_factory=dict)
 
     def arrays(self):
         """What a compiled program needs."""
@@ -244,7 +259,7 @@ class Drafter:
 
 
 def check_fit(config, target):
-    """Raises ValueError where a `DrafterConfig` does not fit a `TargetConfig`."""
+    """Raises ValueError where a drafter of this config cannot draft for a `TargetConfig`."""
     for what, ours, theirs in (("vocab_size", config.vocab_size, target.vocab_size),
                                ("hidden_size", config.backbone.hidden_size, target.hidden_size)):
         if ours != theirs:
@@ -254,13 +269,21 @@ def check_fit(config, target):
                          f"0..{target.num_hidden_layers - 1}")
 
 
-def attach(config, params, target, draft_to_target=None):
-    """A drafter on the target's own embedding and output tables. Raises ValueError where the two do not fit."""
+def attach(config, params, target, draft_to_target=None, embedding=None, head_rows=None):
+    """A drafter for ``target``, on its embedding and output tables unless it brings its own: [V, D] and [Vd, D].
+
+    Raises ValueError where the two do not fit.
+    """
     check_fit(config, target.config)
     if (draft_to_target is None) != (config.draft_vocab_size == config.vocab_size):
         raise ValueError("draft_to_target: needed exactly where draft_vocab_size is smaller than vocab_size")
-    head_rows = target.head_rows()
+    owns_tables = embedding is not None or head_rows is not None
     if draft_to_target is not None:
         draft_to_target = jnp.asarray(draft_to_target, jnp.int32)
-        head_rows = head_rows[draft_to_target]
-    return Drafter(config, params, target.embedding(), head_rows, draft_to_target)
+    if embedding is None:
+        embedding = target.embedding()
+    if head_rows is None:
+        head_rows = target.head_rows() if draft_to_target is None else target.head_rows()[draft_to_target]
+    facts = {"num_target_layers": target.config.num_hidden_layers,
+             "max_position_embeddings": target.config.max_position_embeddings}
+    return Drafter(config, params, embedding, head_rows, draft_to_target, owns_tables, facts)

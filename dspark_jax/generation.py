@@ -214,11 +214,13 @@ def _steps(options, target, drafter, prompts, max_new_tokens, temperature, seed,
     # The last round starts at the last token but one at the latest, and writes its anchor and all its drafts.
     reach = max(width, lengths.max() + max_new_tokens + (options.drafter.block_length if drafter else 0))
     t, S = options.target, _round_up(reach, CACHE_BUCKET)
-    target_cache = kv.empty_cache(t.num_hidden_layers, count, S, t.num_key_value_heads, t.head_dim)
+    dtype = jnp.result_type(*jax.tree.leaves(target.params))  # what the activations have
+    target_cache = kv.empty_cache(t.num_hidden_layers, count, S, t.num_key_value_heads, t.head_dim, dtype)
     draft_cache, weights = (), None
     if drafter is not None:
         b = options.drafter.backbone
-        draft_cache = kv.empty_cache(b.num_hidden_layers, count, S, b.num_key_value_heads, b.head_dim)
+        dtype = jnp.result_type(dtype, *jax.tree.leaves(drafter.params["backbone"]))
+        draft_cache = kv.empty_cache(b.num_hidden_layers, count, S, b.num_key_value_heads, b.head_dim, dtype)
         weights = drafter.arrays()
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(count))
     temperature = jnp.float32(temperature)
@@ -291,6 +293,8 @@ def _check(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, 
     if bad:
         raise ValueError(f"stop_tokens: token id {bad[0]} is outside the vocabulary [0, {vocab})")
     if drafter is not None:
+        if drafter.embedding is None or drafter.head_rows is None:
+            raise ValueError("drafter: was read without its target; use load_drafter(where, target)")
         c = drafter.config
         execution = c.execution if execution is None else execution
         candidates = min(c.candidates, c.draft_vocab_size) if candidates is None else candidates

@@ -3,6 +3,9 @@
 B batch, Q query length, S key length, D model width, H query heads, K key/value heads, C head width.
 """
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -17,15 +20,57 @@ def rms_norm(x, weight, epsilon):
     return (y * weight).astype(x.dtype)
 
 
-def rotate(x, positions, theta):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than a model was first trained on.
+
+    ``kind`` "linear": every frequency divided by ``factor``. "llama3": only those whose wave is longer than
+    original_max_position_embeddings / low_freq_factor; those shorter than original / high_freq_factor stay, with a ramp
+    between (Llama 3.1). Raises ValueError for another kind or values that give no such ramp.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rope_type: {self.kind!r}; allowed: 'default', 'linear', 'llama3'")
+        if not (math.isfinite(self.factor) and self.factor >= 1):
+            raise ValueError(f"factor: {self.factor}; must be a number of at least 1")
+        if self.kind == "llama3":
+            if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+                raise ValueError(f"low_freq_factor: {self.low_freq_factor}; must be positive and smaller than "
+                                 f"high_freq_factor, {self.high_freq_factor}")
+            if self.original_max_position_embeddings < 1:
+                raise ValueError(f"original_max_position_embeddings: {self.original_max_position_embeddings}; must be "
+                                 "at least 1")
+
+
+def rotary_frequencies(half, theta, scaling=None):
+    """Radians per position of the channel pairs i = 0..half-1: theta^(-i/half), stretched by ``scaling``. [half]."""
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is None:
+        return frequency
+    slow = frequency / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # of the wave, in the first context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = jnp.clip((turns - low) / (high - low), 0, 1)
+    return keep * frequency + (1 - keep) * slow
+
+
+def rotate(x, positions, theta, scaling=None):
     """Rotary position embedding, half-split convention (channel i turns with channel i + C/2).
 
     x [..., Q, heads, C], positions int [..., Q] -> same shape and dtype as x.
-    The angle of pair i at position p is p * theta^(-2i/C).
+    The angle of pair i at position p is p * theta^(-2i/C), or slower under a `RopeScaling`.
     """
     half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency
+    angle = positions[..., None, None].astype(jnp.float32) * rotary_frequencies(half, theta, scaling)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -51,6 +96,19 @@ def attend(query, key, value, visible):
     return weighted_values(jax.nn.softmax(scores, axis=-1), value)
 
 
+def wide_dot_general(a, b, dimensions, precision=None):
+    """`jax.lax.dot_general` summed and returned in float32 or wider: logits of 16-bit weights would tie otherwise."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=wide)
+
+
+def table_logits(hidden, rows):
+    """hidden [..., D] times an output table [V, D]: [..., V], summed in float32 or wider."""
+    dtype = jnp.result_type(hidden, rows)
+    dimensions = (((hidden.ndim - 1,), (1,)), ((), ()))
+    return wide_dot_general(hidden.astype(dtype), rows.astype(dtype), dimensions)
+
+
 def scale_logits(logits, multiplier=1.0, softcap=0.0):
     """softcap * tanh(multiplier * logits / softcap); a softcap of 0 (or None) means no cap."""
     logits = logits * multiplier
@@ -65,9 +123,10 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.param("weight", nn.initializers.ones, (x.shape[-1],)), self.epsilon)
 
 
-def dense(features, use_bias=False, name=None):
+def dense(features, use_bias=False, name=None, dot_general=None):
     """A linear map without bias unless asked for, weights [in, out] from N(0, 0.02)."""
-    return nn.Dense(features, use_bias=use_bias, name=name, kernel_init=nn.initializers.normal(0.02))
+    return nn.Dense(features, use_bias=use_bias, name=name, kernel_init=nn.initializers.normal(0.02),
+                    dot_general=dot_general)
 
 
 class GatedMLP(nn.Module):
@@ -97,6 +156,7 @@ class AttentionProjections(nn.Module):
     rope_theta: float
     qk_norm: bool
     use_bias: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def setup(self):
         self.q_proj = dense(self.heads * self.head_dim, self.use_bias)
@@ -109,12 +169,12 @@ class AttentionProjections(nn.Module):
 
     def queries(self, x, positions):
         q = self.q_proj(x).reshape(*x.shape[:-1], self.heads, self.head_dim)
-        return rotate(self.q_norm(q) if self.qk_norm else q, positions, self.rope_theta)
+        return rotate(self.q_norm(q) if self.qk_norm else q, positions, self.rope_theta, self.rope_scaling)
 
     def keys_values(self, x, positions):
         k = self.k_proj(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
         v = self.v_proj(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
-        return rotate(self.k_norm(k) if self.qk_norm else k, positions, self.rope_theta), v
+        return rotate(self.k_norm(k) if self.qk_norm else k, positions, self.rope_theta, self.rope_scaling), v
 
     def output(self, mixed):
         return self.o_proj(mixed)

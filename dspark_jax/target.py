@@ -35,6 +35,7 @@ class TargetConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     stop_tokens: tuple[int, ...] = ()
+    rope_scaling: layers.RopeScaling | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -47,7 +48,7 @@ class DecoderLayer(nn.Module):
         c = self.config
         attention = layers.AttentionProjections(
             c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size, c.rms_norm_eps, c.rope_theta,
-            c.qk_norm, c.attention_bias, name="self_attn")
+            c.qk_norm, c.attention_bias, c.rope_scaling, name="self_attn")
         y = layers.RMSNorm(c.rms_norm_eps, name="input_layernorm")(x)
         query = attention.queries(y, positions)
         key, value = attention.keys_values(y, positions)
@@ -70,7 +71,7 @@ class Decoder(nn.Module):
         self.layers = [DecoderLayer(c) for _ in range(c.num_hidden_layers)]
         self.norm = layers.RMSNorm(c.rms_norm_eps)
         if not c.tie_word_embeddings:
-            self.lm_head = layers.dense(c.vocab_size)
+            self.lm_head = layers.dense(c.vocab_size, dot_general=layers.wide_dot_general)
 
     def __call__(self, tokens, positions, cache=None, taps=()):
         """tokens, positions int [B, Q] (positions of a row are consecutive) ->
@@ -92,8 +93,10 @@ class Decoder(nn.Module):
         return self.norm(x), [tapped[t] for t in taps], tuple(new_cache)
 
     def logits(self, hidden):
-        """Final-normed hidden [..., D] -> [..., V]."""
-        return self.lm_head(hidden) if not self.config.tie_word_embeddings else self.embed_tokens.attend(hidden)
+        """Final-normed hidden [..., D] -> [..., V], in float32 or wider."""
+        if self.config.tie_word_embeddings:
+            return layers.table_logits(hidden, self.embed_tokens.embedding)
+        return self.lm_head(hidden)
 
     def everything(self, tokens):  # init must touch every parameter
         hidden, _, _ = self(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))

@@ -20,7 +20,9 @@ from dspark_jax.data import sources
 from dspark_jax.drafter import EXECUTIONS
 from train import command_line, measure
 
-_TARGET = flags.DEFINE_string("target", "smollm2-135m-instruct", "Who verifies: a .gguf file or smollm2-135m-instruct.")
+_TARGET = flags.DEFINE_string(
+    "target", "smollm2-135m-instruct", "Who verifies: a Hugging Face directory, a .gguf file or smollm2-135m-instruct."
+)
 _DRAFTER = flags.DEFINE_string(
     "drafter", str(measure.SHIPPED_DRAFTER), "Who drafts: the directory of a saved drafter or of a training run."
 )
@@ -48,7 +50,7 @@ def main(argv):
     measure.check_drafter(_DRAFTER.value)
     if _OUT.value:
         pathlib.Path(_OUT.value).parent.mkdir(parents=True, exist_ok=True)
-    target = ds.load_target(_TARGET.value)
+    target = measure.load_target(_TARGET.value)
     drafter = measure.load_drafter(_DRAFTER.value, target, _BLOCK_LENGTH.value)
 
     measured = {

@@ -14,7 +14,9 @@ from dspark_jax.drafter import EXECUTIONS
 from dspark_jax.tokenizer import TextStream
 from train import command_line, measure
 
-_TARGET = flags.DEFINE_string("target", "smollm2-135m-instruct", "Who answers: a .gguf file or smollm2-135m-instruct.")
+_TARGET = flags.DEFINE_string(
+    "target", "smollm2-135m-instruct", "Who answers: a Hugging Face directory, a .gguf file or smollm2-135m-instruct."
+)
 _DRAFTER = flags.DEFINE_string(
     "drafter", str(measure.SHIPPED_DRAFTER), "Who drafts: a saved drafter or a training run; empty: nobody."
 )
@@ -37,7 +39,7 @@ def main(argv):
         raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
     if _DRAFTER.value:
         measure.check_drafter(_DRAFTER.value)
-    target = ds.load_target(_TARGET.value)
+    target = measure.load_target(_TARGET.value)
     drafter = ds.load_drafter(_DRAFTER.value, target) if _DRAFTER.value else None
     tokenizer = target.tokenizer
     prompt = tokenizer.encode(_PROMPT.value) if _RAW.value else tokenizer.chat(

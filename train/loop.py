@@ -19,7 +19,7 @@ from absl import logging
 
 from dspark_jax import drafter as drafter_lib
 from dspark_jax import loading
-from dspark_jax.backbone import BackboneConfig
+from dspark_jax.backbone import Attention, BackboneConfig
 from dspark_jax.checkpoints import run as run_checkpoints
 from dspark_jax.data import sources
 from dspark_jax.data.conversations import OnPolicyTokens
@@ -120,13 +120,17 @@ def drafter_config(options, target):
         hidden_size=target.hidden_size, intermediate_size=options.intermediate_size or target.intermediate_size,
         num_hidden_layers=options.num_hidden_layers, num_attention_heads=target.num_attention_heads,
         num_key_value_heads=target.num_key_value_heads, head_dim=target.head_dim, rope_theta=target.rope_theta,
-        rms_norm_eps=target.rms_norm_eps, conv_kernel_size=options.conv_kernel_size)
+        rope_scaling=target.rope_scaling, rms_norm_eps=target.rms_norm_eps, conv_kernel_size=options.conv_kernel_size,
+        conv_group_size=options.get("conv_group_size", 16),
+        attention=tuple(Attention(**kind) for kind in options.get("attention", ())))
+    scales = {name: options.get(name, default) for name, default in (
+        ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0), ("input_embedding_scale", 1.0))}
     return drafter_lib.DrafterConfig(
         backbone=backbone, vocab_size=target.vocab_size,
         draft_vocab_size=options.draft_vocab_size or target.vocab_size, block_length=options.block_length,
         layout=options.layout, target_layer_ids=tuple(options.target_layer_ids), mask_token_id=options.mask_token_id,
         transition=options.transition, rank=options.rank, execution=options.execution, candidates=options.candidates,
-        confidence=options.confidence)
+        confidence=options.confidence, **scales)
 
 
 def starting_drafter(config, model, target, data, sequences):
@@ -136,7 +140,11 @@ def starting_drafter(config, model, target, data, sequences):
         earlier = loading.load_drafter(config.init_from, target)
         if earlier.config != model:
             raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for")
-        return earlier
+        if earlier.owns_tables:
+            raise ValueError(f"init_from: {config.init_from} has an embedding or output table of its own; only "
+                              "drafters on the target's tables can be trained")
+        params = jax.tree.map(lambda array: array.astype(jnp.float32), earlier.params)  # whatever it was stored in
+        return dataclasses.replace(earlier, params=params)
     answers = np.concatenate([data.conversation(i)[1] for i in range(len(data))])
     draft_ids = most_frequent(answers, model.vocab_size, model.draft_vocab_size)
     params = drafter_lib.init_params(model, jax.random.key(config.seed))

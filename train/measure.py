@@ -138,6 +138,14 @@ def table(header, rows) -> str:
         for row in [header, *rows])
 
 
+def load_target(where):
+    """`ds.load_target`, of a target that can read and write text. Raises ValueError where it has no tokenizer."""
+    target = ds.load_target(where)
+    if target.tokenizer is None:
+        raise ValueError(f"--target: {where} has no tokenizer.json, so it cannot read a prompt")
+    return target
+
+
 def load_drafter(where, target, block_length=None):
     """`ds.load_drafter`, run with fewer drafts a block where ``block_length`` says so.
 

@@ -1,0 +1,163 @@
+"""DeepSpec's target cache, format version 2: token sequences with the target features a drafter is trained on.
+
+A directory with manifest.json, samples.idx and the shards it names. Sample i is record i of samples.idx, 56 bytes:
+
+    sample_id u64, shard_id u32, seq_len u32, then the byte offsets u64 inside the shard of input_ids int32 [S],
+    attention_mask u8 [S], loss_mask u8 [S], target_hidden_states bf16 [S, L * D], target_last_hidden_states bf16 [S, D]
+
+all little-endian. Shards are memory-mapped: a sample is read when it is asked for. The last hidden states are those
+after the target's final norm; the others are the raw outputs of the tapped layers, side by side.
+
+S tokens of a sample, L tapped layers, D model width.
+"""
+
+import dataclasses
+import os
+import pathlib
+
+import ml_dtypes
+import numpy as np
+
+from dspark_jax.checkpoints.fields import Fields
+
+MANIFEST, INDEX = "manifest.json", "samples.idx"
+RECORD = np.dtype([
+    ("sample_id", "<u8"), ("shard_id", "<u4"), ("seq_len", "<u4"), ("input_ids", "<u8"), ("attention_mask", "<u8"),
+    ("loss_mask", "<u8"), ("target_hidden_states", "<u8"), ("target_last_hidden_states", "<u8")])
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One sequence, as read-only views of its shard: input_ids int32 [S], attention_mask and loss_mask uint8 [S],
+    target_hidden_states bfloat16 [S, L * D], target_last_hidden_states bfloat16 [S, D]."""
+
+    input_ids: np.ndarray
+    attention_mask: np.ndarray
+    loss_mask: np.ndarray
+    target_hidden_states: np.ndarray
+    target_last_hidden_states: np.ndarray
+
+
+class TargetCache:
+    """The samples of a cache directory; ``cache[i]`` is a `Sample`.
+
+    Attributes:
+      target: name or path of the target that made it, as its maker wrote it.
+      target_layer_ids: the taps; hidden_size: D.
+      lengths: int64 [number of samples], tokens of each.
+
+    Everything is checked when it is opened: the manifest's fields, the record numbers, that every byte range lies
+    inside its shard and overlaps no other. Raises FileNotFoundError or ValueError that names the file and
+    the field or sample.
+    """
+
+    def __init__(self, directory):
+        directory = pathlib.Path(directory)
+        fields = Fields.read(directory / MANIFEST)
+        if fields.integer("version") != 2:
+            fields.refuse("version", "2")
+        for name, value in (("hidden_dtype", "bfloat16"), ("token_dtype", "int32"), ("mask_dtype", "uint8")):
+            fields.text(name, allowed=(value,))
+        if fields.integer("index_record_size", RECORD.itemsize) != RECORD.itemsize:
+            fields.refuse("index_record_size", str(RECORD.itemsize))
+        self.target = fields.text("target_model_name_or_path", "")
+        self.hidden_size = fields.integer("hidden_size", least=1)
+        self.target_layer_ids = fields.integers("target_layer_ids", least=-1)
+        if not self.target_layer_ids or list(self.target_layer_ids) != sorted(set(self.target_layer_ids)):
+            fields.refuse("target_layer_ids", "strictly increasing and not empty")
+        self._index = directory / INDEX
+        self._shards = _shard_files(directory, fields)
+        self._sizes = {shard: os.path.getsize(file) for shard, file in self._shards.items()}
+        self._records = self._read_index(fields.integer("num_samples"))
+        self.lengths = self._records["seq_len"].astype(np.int64)
+
+    def __len__(self):
+        return len(self._records)
+
+    def __getitem__(self, i) -> Sample:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"sample {i}; the cache holds {len(self)}")
+        record = self._records[i]
+        file = self._shards[int(record["shard_id"])]
+        arrays = {}
+        for name, dtype, width in self._arrays():
+            shape = (int(record["seq_len"]), width) if width else (int(record["seq_len"]),)
+            if 0 in shape:
+                arrays[name] = np.zeros(shape, dtype)
+            else:
+                arrays[name] = np.memmap(file, dtype, "r", offset=int(record[name]), shape=shape)
+        return Sample(**arrays)
+
+    def batch(self, indices) -> dict[str, np.ndarray]:
+        """Samples side by side, padded with zeros to the longest: the arrays of `Sample` with a leading batch axis, the
+        hidden states as float32."""
+        samples = [self[i] for i in indices]
+        longest = max((len(s.input_ids) for s in samples), default=0)
+        out = {}
+        for name, dtype, width in self._arrays():
+            shape = (len(samples), longest, width) if width else (len(samples), longest)
+            out[name] = np.zeros(shape, np.float32 if dtype == _BFLOAT16 else dtype)
+            for row, sample in zip(out[name], samples):
+                row[:len(sample.input_ids)] = getattr(sample, name)
+        return out
+
+    def _arrays(self):
+        """(name, dtype, columns or 0 for none) of the arrays of a sample, in the order of the file."""
+        D = self.hidden_size
+        return (("input_ids", np.dtype("<i4"), 0), ("attention_mask", np.dtype(np.uint8), 0),
+                ("loss_mask", np.dtype(np.uint8), 0),
+                ("target_hidden_states", _BFLOAT16, D * len(self.target_layer_ids)),
+                ("target_last_hidden_states", _BFLOAT16, D))
+
+    def _read_index(self, count):
+        file = self._index
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file")
+        if os.path.getsize(file) != count * RECORD.itemsize:
+            raise ValueError(f"{file}: {os.path.getsize(file)} bytes; num_samples {count} in {MANIFEST} needs "
+                             f"{count * RECORD.itemsize}")
+        records = np.fromfile(file, RECORD)
+        ranges = {shard: [] for shard in self._shards}
+        for i, record in enumerate(records.tolist()):
+            record = dict(zip(RECORD.names, record))
+            if record["sample_id"] != i:
+                raise ValueError(f"{file}: record {i}: sample_id {record['sample_id']}; must be {i}")
+            if record["shard_id"] not in self._shards:
+                raise ValueError(f"{file}: record {i}: shard_id {record['shard_id']}; {MANIFEST} has "
+                                 f"{sorted(self._shards)}")
+            for name, dtype, width in self._arrays():
+                begin = record[name]
+                end = begin + record["seq_len"] * dtype.itemsize * (width or 1)
+                if end > self._sizes[record["shard_id"]]:
+                    raise ValueError(f"{file}: record {i}: {name} ends at byte {end}, but "
+                                     f"{self._shards[record['shard_id']].name} has {self._sizes[record['shard_id']]}")
+                ranges[record["shard_id"]].append((begin, end, i, name))
+        for shard in ranges.values():
+            shard = sorted(r for r in shard if r[0] < r[1])
+            for before, after in zip(shard, shard[1:]):
+                if after[0] < before[1]:
+                    raise ValueError(f"{file}: record {after[2]}: {after[3]} overlaps {before[3]} of record "
+                                     f"{before[2]}")
+        return records
+
+
+def _shard_files(directory, fields):
+    """{shard_id: path} of the manifest's shards, which must lie in the directory itself."""
+    shards, listed = {}, fields.raw("shards")
+    if not isinstance(listed, list) or len(listed) != fields.integer("num_shards"):
+        raise ValueError(f"{fields.path}: shards: must be a list of num_shards, {fields.integer('num_shards')}, "
+                         "entries")
+    for i, shard in enumerate(listed):
+        if not isinstance(shard, dict):
+            raise ValueError(f"{fields.path}: shards[{i}]: must be an object")
+        entry = Fields(fields.path, [(f"shards[{i}].", shard)])
+        name, number = entry.text("file_name"), entry.integer("shard_id")
+        if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
+            entry.refuse("file_name", "the name of a file in the same directory")
+        if number in shards:
+            entry.refuse("shard_id", "different from those of the other shards")
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"{directory / name}: no such file; {MANIFEST} names it")
+        shards[number] = directory / name
+    return shards

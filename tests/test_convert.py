@@ -1,0 +1,334 @@
+"""Conversions compute the same, layouts hold what they claim, and both programs say what is wrong in one line."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dspark_jax as ds
+import public_pairs as public
+from dspark_jax import drafter as drafter_lib
+from dspark_jax.backbone import Attention
+from dspark_jax.checkpoints import conversions, huggingface, safetensors_files
+from dspark_jax.layers import RopeScaling
+from train import bigram
+
+VANILLA, GATED, RNN, V1, V2 = (
+    "dspark/draft_vanilla", "dspark/draft_gated", "dspark/draft_rnn", "dflash/draft_v1", "dflash/draft_v2")
+
+
+def teacher_forced(drafter, pair_target):
+    """Teacher-forced logits [1, 2, T, Vd] of two blocks, and confidence logits."""
+    tokens = jnp.asarray(np.arange(30, 62)[None], jnp.int32)
+    anchors, keep = jnp.array([[5, 12]]), jnp.ones((1, 2), bool)
+    config = drafter.config
+    hidden_states = pair_target.hidden_states(tokens)
+    features = jnp.concatenate([hidden_states[i + 1] for i in config.target_layer_ids], axis=-1)
+
+    @jax.jit
+    def run(params):
+        hidden = drafter_lib.training_hidden(config, params, drafter.embedding, features, tokens, anchors, keep)
+        predecessors = ds.anchors.predecessors(tokens, anchors, keep, config.block_length)
+        return ds.transitions.teacher_forced_logits(
+            ds.transitions.get_transition(config.transition), params.get("transition", {}),
+            drafter_lib.base_logits(config, drafter.head_rows, hidden), predecessors, hidden)
+
+    return np.asarray(run(drafter.params))
+
+
+@pytest.mark.parametrize("name, options", [
+    (V1, {"transition": "vanilla"}), (V1, {"transition": "recurrent"}), (V1, {"transition": "context", "rank": 8}),
+    (VANILLA, {"transition": "joint"}), (V1, {"convolution_taps": 3, "convolution_group": 8}),
+    ("dspark/draft_dflash", {"transition": "vanilla"})], ids=str)
+def test_conversions_score_the_same(name, options):
+    drafter, target = public.drafter(name), public.target(name)
+    converted = conversions.convert(drafter, **options)
+    before, after = teacher_forced(drafter, target), teacher_forced(converted, target)
+    np.testing.assert_allclose(after, before, atol=2e-5)
+    assert converted.config.transition == options.get("transition", drafter.config.transition)
+    shapes = jax.tree.map(lambda leaf: leaf.shape, drafter_lib.abstract_params(converted.config))
+    assert jax.tree.map(jnp.shape, converted.params) == shapes
+
+
+def test_dflash_becomes_dflash2_and_drafts_the_same(tmp_path):
+    target, drafter = public.target(V1), public.drafter(V1)
+    converted = conversions.to_dflash2(drafter, rank=8, candidates=5, group=8)
+    assert not np.any(converted.params["transition"]["successor"])
+    ds.save_drafter(converted, tmp_path, "z-lab")
+    again = ds.load_drafter(tmp_path, target)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
+    assert again.config == converted.config
+    prompts = [p["prompt_ids"] for p in public.values("dflash/expected/draft_v1_t0.json")["prompts"][:2]]
+    results = [ds.generate(target, d, prompts, max_new_tokens=32) for d in (drafter, again)]
+    assert results[0].tokens == results[1].tokens and results[0].accepted == results[1].accepted
+
+
+def test_a_selector_runs_as_a_context_gated_head():
+    drafter = public.drafter(V2)
+    head = conversions.convert(drafter, execution="sequential")
+    assert head.params is drafter.params
+    assert (head.config.transition, head.config.execution) == ("context", "sequential")
+    lattice = conversions.convert(public.drafter(VANILLA), execution="lattice", candidates=9)
+    assert (lattice.config.execution, lattice.config.candidates) == ("lattice", 9)
+
+
+def test_a_constant_channel_makes_a_vanilla_head_a_selector():
+    """P h = 1 where a channel of h never changes: checked on states that have one."""
+    drafter = public.drafter(VANILLA)
+    converted = conversions.convert(drafter, transition="context", constant_feature=(3, 0.5))
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(4, 96)), jnp.float32).at[:, 3].set(0.5)
+    tokens, logits = jnp.array([1, 2, 3, 4]), jnp.zeros((4, 260))
+    scores = [ds.transitions.teacher_forced_logits(ds.transitions.get_transition(d.config.transition),
+                                                   d.params["transition"], logits, tokens, hidden)
+              for d in (drafter, converted)]
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name, options, reason", [
+    (VANILLA, {"transition": "context"}, "no channel of h constant"),
+    (VANILLA, {"transition": "context", "constant_feature": (96, 1.0)}, "constant_feature"),
+    (VANILLA, {"block_layout": "fill_in"}, "predicts the token after its own position"),
+    (V1, {"block_layout": "anchor_first"}, "predicts its own position's token"),
+    (GATED, {"transition": "vanilla"}, "no such form"),
+    (RNN, {"execution": "lattice"}, "depends on the whole path"),
+    (V2, {"transition": "vanilla"}, "no such form"),
+    (V2, {"convolution_taps": 2}, "has a convolution"),
+    (V1, {"transition": "more"}, "unknown name"),
+    (V1, {"convolution_taps": 2, "convolution_group": 7}, "conv_group_size"),
+    (VANILLA, {"candidates": 261, "execution": "lattice"}, "candidates"),
+])
+def test_impossible_conversions_say_why(name, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        conversions.convert(public.drafter(name), **options)
+
+
+# ------------------------------------------------------------------- layouts
+
+
+def changed(drafter, **fields):
+    backbone = {k: fields.pop(k) for k in list(fields) if k in ("attention", "rope_scaling")}
+    config = dataclasses.replace(
+        drafter.config, backbone=dataclasses.replace(drafter.config.backbone, **backbone), **fields)
+    return dataclasses.replace(drafter, config=config)
+
+
+SLIDING = (Attention(window=20), Attention())
+LAYOUTS = [
+    (VANILLA, "deepspec", {}), (VANILLA, "speculators", {}), (VANILLA, "specforge", {}), (VANILLA, "native", {}),
+    (GATED, "speculators", {}), (RNN, "specforge", {}), ("dspark/draft_dflash", "speculators", {}),
+    ("dspark/draft_dflash", "specforge", {}), (V1, "z-lab", {}), (V1, "speculators", {}), (V2, "z-lab", {}),
+    (V2, "native", {}),
+    (V2, "speculators", {"output_multiplier": 1.0, "final_logit_softcapping": 0.0}),
+    (VANILLA, "deepspec", {"execution": "lattice", "candidates": 7}),
+    (VANILLA, "speculators", {"execution": "lattice", "candidates": 7}),
+    (VANILLA, "specforge", {"attention": SLIDING, "input_embedding_scale": 2.0, "output_multiplier": 0.5}),
+    (VANILLA, "speculators", {"attention": SLIDING}),
+    (VANILLA, "speculators", {"attention": (Attention(window=20, causal=True), Attention())}),
+    (V1, "z-lab", {"attention": (Attention(window=20, causal=True), Attention())}),
+    (V1, "z-lab", {"attention": (Attention(causal=True),) * 2}),
+    (V1, "z-lab", {"attention": (Attention(window=9, causal=True),) * 2}),
+    (V1, "z-lab", {"rope_scaling": RopeScaling(kind="linear", factor=2.0), "input_embedding_scale": 1.5}),
+    (VANILLA, "native", {"attention": SLIDING, "rope_scaling": RopeScaling(kind="linear", factor=2.0)}),
+]
+
+
+@pytest.mark.parametrize("name, layout, fields", LAYOUTS, ids=str)
+def test_every_layout_reads_back_what_it_wrote(name, layout, fields, tmp_path):
+    drafter = changed(public.drafter(name), **fields)
+    ds.save_drafter(drafter, tmp_path, layout, dtype="float32")
+    again = ds.load_drafter(tmp_path, public.target(name))
+    assert again.config == drafter.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, drafter.params))
+    config = json.loads((tmp_path / "config.json").read_text())
+    if layout != "native":
+        assert config["sample_from_anchor"] is (drafter.config.layout == "anchor_first")  # never left to be guessed
+    if layout == "speculators":
+        assert config["aux_hidden_state_layer_ids"] == [i + 1 for i in drafter.config.target_layer_ids]
+
+
+@pytest.mark.parametrize("name, layout, fields, reason", [
+    (V2, "deepspec", {}, "transition 'context'"), (V1, "deepspec", {}, "layout 'fill_in'"),
+    (VANILLA, "z-lab", {}, "transition 'vanilla'"), ("dspark/draft_dflash", "z-lab", {}, "layout 'anchor_first'"),
+    (V1, "specforge", {}, "layout 'fill_in'"), (V2, "speculators", {}, "output_multiplier 0.5"),
+    (VANILLA, "deepspec", {"attention": SLIDING}, "attention"),
+    (VANILLA, "deepspec", {"input_embedding_scale": 2.0}, "input_embedding_scale 2.0"),
+    (V1, "speculators", {"attention": (Attention(causal=True),) * 2}, "attention"),
+    (V1, "z-lab", {"attention": (Attention(window=9), Attention(window=8))}, "one sliding_window"),
+    (V1, "z-lab", {"attention": (Attention(window=9), Attention(causal=True))}, "causality"),
+    (VANILLA, "nonsense", {}, "allowed: native, "),
+])
+def test_what_a_layout_cannot_express_is_refused(name, layout, fields, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        ds.save_drafter(changed(public.drafter(name), **fields), tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
+
+
+def reduced(name, ids):
+    """A drafter cut down to the target ids ``ids``."""
+    drafter, target = public.drafter(name), public.target(name)
+    table = drafter.params["transition"]
+    params = drafter.params | {"transition": table | {"successor": table["successor"][np.array(ids)]}}
+    config = dataclasses.replace(drafter.config, draft_vocab_size=len(ids))
+    return drafter_lib.attach(config, params, target, np.array(ids))
+
+
+def test_reduced_vocabularies(tmp_path):
+    ids = [*range(32, 127), 10]
+    drafter = reduced(VANILLA, ids)
+    for layout in ("deepspec", "specforge"):
+        with pytest.raises(ValueError, match="draft_vocab_size"):
+            ds.save_drafter(drafter, tmp_path / "no", layout)
+    ds.save_drafter(drafter, tmp_path / "out", "speculators")
+    stored = safetensors_files.read_directory(tmp_path / "out")
+    assert stored["d2t"].dtype == "I64" and stored["t2d"].dtype == "BOOL" and stored["lm_head.weight"].shape == (96, 96)
+    assert stored["d2t"].map().tolist() == [t - i for i, t in enumerate(ids)]
+    again = ds.load_drafter(tmp_path / "out", public.target(VANILLA))
+    assert again.config == drafter.config and again.draft_to_target.tolist() == ids and not again.owns_tables
+    assert np.array_equal(again.head_rows, drafter.head_rows)
+
+    def members(tensors):
+        tensors["t2d"][0] = True
+
+    def outside(tensors):
+        tensors["d2t"][3] = 400
+
+    def twice(tensors):
+        tensors["d2t"][1] -= 1
+
+    for i, (change, part) in enumerate(((members, "disagree"), (outside, "outside"), (twice, "twice"),
+                                        (lambda t: t.pop("t2d"), "'t2d'"), (lambda t: t.pop("d2t"), "'d2t'"),
+                                        (lambda t: t.pop("lm_head.weight"), "'lm_head.weight'"))):
+        with pytest.raises(ValueError, match=part):
+            ds.load_drafter(public.edited_tensors(tmp_path / "out", tmp_path / str(i), change), public.target(VANILLA))
+
+
+@pytest.mark.parametrize("name, layout", [(VANILLA, "speculators"), (RNN, "specforge"), (V2, "native")])
+def test_any_changed_tensor_is_an_error_in_the_layouts_we_write(name, layout, tmp_path):
+    ds.save_drafter(public.drafter(name), tmp_path / "out", layout, dtype="float32")
+    for tensor in safetensors_files.read_directory(tmp_path / "out"):
+        for change in (lambda t: t.pop(tensor), lambda t: t.update({f"{tensor}x": t.pop(tensor)}),
+                       lambda t: t.update({tensor: t[tensor][None]}), lambda t: t.update({f"{tensor}.x": t[tensor]}),
+                       lambda t: t.update({tensor: t[tensor].astype(np.float16)})):
+            with pytest.raises(ValueError, match=repr(tensor)[:-1]):
+                huggingface.open_checkpoint(public.edited_tensors(tmp_path / "out", tmp_path / "changed", change))
+
+
+def test_speculators_without_the_targets_tables(tmp_path):
+    """Both are left out together or not at all; the target's are used then."""
+    ds.save_drafter(public.drafter(VANILLA), tmp_path / "out", "speculators")
+    both = lambda t: [t.pop(name) for name in ("embed_tokens.weight", "lm_head.weight")]
+    again = ds.load_drafter(public.edited_tensors(tmp_path / "out", tmp_path / "none", both), public.target(VANILLA))
+    assert again.embedding is public.target(VANILLA).embedding()
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        with pytest.raises(ValueError, match=name):
+            ds.load_drafter(public.edited_tensors(tmp_path / "out", tmp_path / name, lambda t: t.pop(name)),
+                            public.target(VANILLA))
+
+
+def test_nested_fields_win(tmp_path):
+    """z-lab: a key of dflash_config goes before the same key at the top."""
+    def change(config):
+        config.update(output_multiplier=3.0, final_logit_softcapping=1.0, block_size=4, selector_top_k=2)
+
+    drafter = ds.load_drafter(public.edited_config(V2, tmp_path / "z", change), public.target(V2))
+    assert drafter.config == public.drafter(V2).config
+
+
+def test_stating_the_other_block_layout_is_believed(tmp_path):
+    state = lambda value: lambda config: config.update(sample_from_anchor=value)
+    assert ds.load_drafter(public.edited_config(V1, tmp_path / "a", state(True)), public.target(V1)).config.slots == 8
+    shifted = huggingface.load(public.edited_config(VANILLA, tmp_path / "b", state(False))).config
+    assert (shifted.layout, shifted.block_length, shifted.slots) == ("fill_in", 6, 7)
+
+
+# ------------------------------------------------------------------ programs
+
+
+def program(name, *arguments):
+    return subprocess.run([sys.executable, "-m", f"train.{name}", *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_convert_and_inspect_from_the_command_line(tmp_path):
+    done = program("convert", f"--from={public.GOLDENS / VANILLA}", f"--to={tmp_path / 'out'}", "--layout=speculators",
+                   "--execution=lattice")
+    assert done.returncode == 0, done.stderr
+    assert ds.load_drafter(tmp_path / "out", public.target(VANILLA)).config.execution == "lattice"
+    said = program("inspect", tmp_path / "out")
+    assert said.returncode == 0, said.stderr
+    weights = sum(leaf.size for leaf in jax.tree.leaves(public.drafter(VANILLA).params))
+    for part in ("DSpark", "speculators", "vanilla, rank 16", "lattice, 16 candidates", "7 drafts from 7 slots", "0, 2",
+                 f"{weights:,}", "hidden size 96, 260 tokens and 4 layers"):
+        assert part in said.stdout, said.stdout
+
+
+@pytest.mark.parametrize("arguments, part", [
+    (["convert", "--from={}/dspark/draft_vanilla", "--to={}/out", "--layout=z-lab"], "cannot express transition"),
+    (["convert", "--from={}/dflash/draft_v1", "--to={}/out", "--layout=speculators"], "give the target too"),
+    (["inspect", "{}/dspark/target"], "architectures"), (["inspect", "{}"], "config.json"),
+    (["inspect"], "one directory"),
+])
+def test_bad_input_is_one_line_and_exit_code_2(arguments, part):
+    done = program(*(argument.format(public.GOLDENS) for argument in arguments))
+    assert done.returncode == 2 and part in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (public.GOLDENS / "out").exists()
+
+
+# ------------------------------------------------------------------- SmolLM2
+
+
+@pytest.mark.target
+@pytest.mark.parametrize("transition, block_layout, vocabulary, layouts", [
+    ("vanilla", "anchor_first", None, ("deepspec", "speculators", "specforge")),
+    ("context", "fill_in", None, ("z-lab",)),
+    pytest.param("joint", "anchor_first", 4096, ("speculators",), marks=pytest.mark.slow)])
+def test_our_drafters_decode_the_same_from_every_layout(
+        smollm2, transition, block_layout, vocabulary, layouts, tmp_path):
+    """A drafter whose tables hold bigram statistics (something is accepted), saved in a layout and loaded again."""
+    text = "The quick brown fox jumps over the lazy dog. The cat sat on the mat and looked at the dog. " * 8
+    sequence = np.array(smollm2.tokenizer.encode(text))
+    t = smollm2.config
+    ids = None if vocabulary is None else np.unique(np.concatenate([sequence, np.arange(vocabulary)]))[:vocabulary]
+    backbone = drafter_lib.BackboneConfig(
+        hidden_size=t.hidden_size, intermediate_size=64, num_hidden_layers=1, num_attention_heads=t.num_attention_heads,
+        num_key_value_heads=t.num_key_value_heads, head_dim=t.head_dim, conv_kernel_size=2 * (transition == "context"))
+    config = ds.DrafterConfig(
+        backbone=backbone, vocab_size=t.vocab_size, draft_vocab_size=vocabulary or t.vocab_size, block_length=3,
+        layout=block_layout, target_layer_ids=(1, 14), mask_token_id=3, transition=transition, rank=32, candidates=8,
+        execution="lattice", confidence=transition != "context")
+    params = drafter_lib.init_params(config, jax.random.key(0))
+    a, b = bigram.factorise([sequence], t.vocab_size, np.arange(t.vocab_size) if ids is None else ids, 32)
+    params["transition"] |= {"predecessor": jnp.asarray(a), "successor": jnp.asarray(b)}
+    params["backbone"]["norm"]["weight"] *= 0.02  # so that an untrained backbone does not drown the tables
+    drafter = drafter_lib.attach(config, params, smollm2, ids)
+    prompts = [smollm2.tokenizer.encode("The quick brown fox"), smollm2.tokenizer.encode("The cat sat on")]
+    expected = ds.generate(smollm2, drafter, prompts, max_new_tokens=12)
+    for layout in layouts:
+        ds.save_drafter(drafter, tmp_path / layout, layout)
+        again = ds.load_drafter(tmp_path / layout, smollm2)
+        assert again.config == config and not again.owns_tables
+        assert jax.tree.all(jax.tree.map(np.array_equal, again.params, params))
+        result = ds.generate(smollm2, again, prompts, max_new_tokens=12)
+        assert result.tokens == expected.tokens and result.accepted == expected.accepted
+    if transition == "vanilla":
+        assert expected.accepted_length > 1
+
+
+def test_a_directory_with_shards_is_not_written_over(tmp_path):
+    (tmp_path / safetensors_files.INDEX).write_text("{}")
+    with pytest.raises(ValueError, match="shards of another checkpoint"):
+        ds.save_drafter(public.drafter(V1), tmp_path, "z-lab")
+
+
+def test_loading_a_published_directory_needs_nothing_else(tmp_path):
+    """Pickles and code that lie beside the weights are never opened."""
+    shutil.copytree(public.GOLDENS / V1, tmp_path / "d")
+    for name in ("pytorch_model.bin", "modeling_dflash.py", "training_state.rank0.pt"):
+        (tmp_path / "d" / name).write_bytes(b"\x80\x04not to be read")
+        (tmp_path / "d" / name).chmod(0)
+    assert huggingface.load(tmp_path / "d").config == public.drafter(V1).config

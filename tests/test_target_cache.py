@@ -1,0 +1,102 @@
+"""DeepSpec's target cache, format 2: reads back exactly what its own code wrote, and refuses what is damaged."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from dspark_jax.data import target_cache
+from dspark_jax.data.target_cache import RECORD, TargetCache
+from public_pairs import GOLDENS, arrays
+
+HIDDEN = ("target_hidden_states", "target_last_hidden_states")
+TOKENS = ("input_ids", "attention_mask", "loss_mask")
+
+
+def test_reads_back_exactly():
+    cache, expected = TargetCache(GOLDENS / "dspark/cache_v2"), arrays("dspark/cache_v2/expected.npz")
+    assert len(cache) == 3 and cache.target_layer_ids == (0, 2) and cache.hidden_size == 96 and cache.target == "target"
+    assert cache.lengths.tolist() == expected["index_records"][:, 2].tolist()
+    for i in range(3):
+        sample = cache[i]
+        for name in TOKENS:
+            assert np.array_equal(getattr(sample, name), expected[f"s{i}.{name}"])
+        for name in HIDDEN:
+            stored = getattr(sample, name)
+            assert np.array_equal(stored.view(np.uint16), expected[f"s{i}.{name}_bf16_bits"])
+            assert np.array_equal(stored.astype(np.float32), expected[f"s{i}.{name}"])
+    batch = cache.batch([0, 1, 2])
+    for name in (*TOKENS, *HIDDEN):
+        assert np.array_equal(batch[name], expected[f"batch.{name}"]), name
+    assert np.array_equal(cache[-1].input_ids, cache[2].input_ids)
+    with pytest.raises(IndexError):
+        cache[3]
+
+
+def test_record_layout():
+    assert RECORD.itemsize == 56
+    record = np.array([(1, 0, 3, 100, 112, 115, 118, 142)], RECORD)
+    assert record.tobytes().hex() == (
+        "0100000000000000" "00000000" "03000000" "6400000000000000" "7000000000000000" "7300000000000000"
+        "7600000000000000" "8e00000000000000")
+
+
+def edit_manifest(folder, **values):
+    manifest = json.loads((folder / "manifest.json").read_text()) | values
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def edit_record(folder, i, **values):
+    records = np.fromfile(folder / "samples.idx", RECORD)
+    for name, value in values.items():
+        records[name][i] = value
+    records.tofile(folder / "samples.idx")
+
+
+def cut(file, size):
+    file.write_bytes(file.read_bytes()[:size])
+
+
+SHARD = [{"shard_id": 0, "file_name": "shard-00000.bin"}]
+BAD = {
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json"),
+    "manifest is no JSON": (lambda f: (f / "manifest.json").write_text("x"), "manifest.json: not JSON"),
+    "version": (lambda f: edit_manifest(f, version=3), "version"),
+    "hidden dtype": (lambda f: edit_manifest(f, hidden_dtype="float32"), "hidden_dtype"),
+    "record size": (lambda f: edit_manifest(f, index_record_size=64), "index_record_size"),
+    "layer ids": (lambda f: edit_manifest(f, target_layer_ids=[2, 0]), "target_layer_ids"),
+    "another width": (lambda f: edit_manifest(f, hidden_size=97), "samples.idx: record"),
+    "more samples": (lambda f: edit_manifest(f, num_samples=4), "samples.idx"),
+    "no index": (lambda f: (f / "samples.idx").unlink(), "samples.idx"),
+    "index cut": (lambda f: cut(f / "samples.idx", 167), "samples.idx"),
+    "shard cut": (lambda f: cut(f / "shard-00000.bin", 50_000), "record"),
+    "shard missing": (lambda f: (f / "shard-00000.bin").unlink(), "shard-00000.bin"),
+    "shard outside": (lambda f: edit_manifest(f, shards=[{"shard_id": 0, "file_name": "../x"}]), "file_name"),
+    "shard twice": (lambda f: edit_manifest(f, shards=SHARD * 2, num_shards=2), "shard_id"),
+    "shard count": (lambda f: edit_manifest(f, num_shards=2), "num_shards"),
+    "sample number": (lambda f: edit_record(f, 1, sample_id=5), "record 1: sample_id"),
+    "shard number": (lambda f: edit_record(f, 1, shard_id=7), "record 1: shard_id"),
+    "offset": (lambda f: edit_record(f, 1, loss_mask=2**63), "record 1: loss_mask"),
+    "length": (lambda f: edit_record(f, 1, seq_len=2**31), "record 1"),
+    "overlap": (lambda f: edit_record(f, 1, input_ids=0), "overlaps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_damaged_caches_are_one_clear_line(case, tmp_path):
+    change, part = BAD[case]
+    folder = tmp_path / "cache"
+    shutil.copytree(GOLDENS / "dspark/cache_v2", folder)
+    change(folder)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        TargetCache(folder)
+    assert str(folder) in str(error.value) and part in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_empty_sample_is_allowed(tmp_path):
+    folder = tmp_path / "cache"
+    shutil.copytree(GOLDENS / "dspark/cache_v2", folder)
+    edit_record(folder, 2, seq_len=0)
+    cache = target_cache.TargetCache(folder)
+    assert cache[2].target_hidden_states.shape == (0, 192) and cache.batch([2])["input_ids"].shape == (1, 0)
