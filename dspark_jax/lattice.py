@@ -42,7 +42,8 @@ def pair_scores(
 
     def edge(embedding, h, successor, unary):
         phi, _ = transition.phi(params, embedding, h, embedding)
-        return unary + jnp.dot(phi, successor)
+        wide = jnp.promote_types(phi.dtype, jnp.float32)  # as in `bias`: 16-bit tables must not round the scores
+        return unary + jnp.dot(phi, successor, preferred_element_type=wide)
 
     from_one = jax.vmap(edge, in_axes=(None, None, 0, 0))  # [M]: over the candidates b
     from_all = jax.vmap(from_one, in_axes=(0, None, None, None))  # [M, M]: over the candidates a before them

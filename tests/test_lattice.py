@@ -75,6 +75,25 @@ def test_scores_are_the_sequential_logits_at_the_candidates(name):
         close(pairs[:, i], np.take_along_axis(np.asarray(forced(previous))[1:], np.asarray(candidates)[1:], axis=-1))
 
 
+def test_scores_from_16_bit_tables_are_summed_in_float32():
+    """Published drafters are kept in bfloat16: both executions must still read the same scores.
+
+    Of a vanilla transition: a gate is a 16-bit product of its own, rounded where it is computed.
+    """
+    name, T, M = "vanilla", 5, 4
+    params, logits, hidden, anchor = slow.random_block(name, seed=8, T=T)
+    params = {key: value.astype(jnp.bfloat16) for key, value in params.items()}
+    hidden = hidden.astype(jnp.bfloat16)
+    transition = TRANSITIONS[name]
+    candidates, unary = lattice.top_candidates(logits, M)
+    first, pairs = lattice.pair_scores(transition, params, unary, candidates, hidden, anchor)
+    forced = lambda prev: transitions.teacher_forced_logits(transition, params, logits, prev, hidden)
+    close(first, forced(jnp.full(T, anchor))[0][candidates[0]])
+    for i in range(M):
+        previous = jnp.concatenate([anchor[None], candidates[:-1, i]])
+        close(pairs[:, i], np.take_along_axis(np.asarray(forced(previous))[1:], np.asarray(candidates)[1:], axis=-1))
+
+
 def compare_with_sequential(name, temperature, seed, mapped):
     """Lattice of all tokens in order of id against sequential drafting with the same key."""
     V, T = 12, 6
