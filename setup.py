@@ -28,10 +28,10 @@ setuptools.setup(
         "tokenizers>=0.22,<0.24",
         "jinja2>=3.1.6,<4",
         "gguf>=0.19,<0.20",
-        "safetensors>=0.7,<0.9",
+        "ml_dtypes>=0.5,<0.7",
     ],
     extras_require={
-        "test": ["pytest>=8.4,<10", "chex>=0.1.91,<0.2"],
+        "test": ["pytest>=8.4,<10", "safetensors>=0.7,<0.9"],
         "plots": ["matplotlib>=3.10,<4"],
     },
 )

@@ -14,6 +14,7 @@ def get_config():
     config.steps = 150
     config.checkpoint_every = 50
     config.data.conversations = 160
+    config.optimizer.lr = 1.5e-3
     config.optimizer.warmup_steps = 15
     config.evaluation.prompts = 2
     config.evaluation.max_new_tokens = 48

@@ -63,8 +63,10 @@ class BackboneConfig:
                              f"{self.num_attention_heads} attention heads")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim}; must be even, for rotary positions")
-        if self.conv_kernel_size < 0:
-            raise ValueError(f"conv_kernel_size: {self.conv_kernel_size}; must be at least 0, which means none")
+        if not 0 <= self.conv_kernel_size <= 64:  # taps are unrolled: a file must not decide how long that takes
+            raise ValueError(f"conv_kernel_size: {self.conv_kernel_size}; must lie in [0, 64], 0 for none")
+        if self.num_hidden_layers > 1000:  # so are layers
+            raise ValueError(f"num_hidden_layers: {self.num_hidden_layers}; at most 1000")
         if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
             raise ValueError(f"conv_group_size: {self.conv_group_size}; must divide hidden_size {self.hidden_size}")
         if self.attention and len(self.attention) != self.num_hidden_layers:

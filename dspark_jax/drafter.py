@@ -57,6 +57,8 @@ class DrafterConfig:
         for field in ("block_length", "vocab_size", "draft_vocab_size", "candidates"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: {getattr(self, field)}; must be at least 1")
+        if self.block_length > 1024:
+            raise ValueError(f"block_length: {self.block_length}; at most 1024")
         if self.rank < 1 and self.transition != "none":
             raise ValueError(f"rank: {self.rank}; must be at least 1 for the transition {self.transition!r}")
         if self.draft_vocab_size > self.vocab_size:

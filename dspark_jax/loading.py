@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 
 from dspark_jax import drafter as drafter_lib
-from dspark_jax.checkpoints import gguf, huggingface, run, targets
+from dspark_jax.checkpoints import gguf, huggingface, run, safetensors_files, targets
 from dspark_jax.data import assets
 from dspark_jax.target import Target
 from dspark_jax.tokenizer import Tokenizer
@@ -29,7 +30,10 @@ def load_target(where, dtype=None):
         raise ValueError(f"target {str(where)!r}: {missing}expected a Hugging Face directory, a .gguf file "
                          f"or {SMOLLM2!r}")
     config, params, metadata = gguf.read_target(path)
-    tokenizer = Tokenizer.from_gguf(metadata)
+    try:
+        tokenizer = Tokenizer.from_gguf(metadata)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return Target(dataclasses.replace(config, stop_tokens=tuple(tokenizer.stop_tokens)), params, tokenizer)
 
 
@@ -76,7 +80,36 @@ def is_run(where):
 
 
 def _load_run(where, target):
-    data = json.loads((where / RUN_FILE).read_text())
-    config = huggingface.config_from_dict(data["config"], where / RUN_FILE)
+    config, draft_to_target = read_run_file(where)
     _, params = run.restore_params(where, drafter_lib.abstract_params(config))
-    return drafter_lib.attach(config, params, target, data["draft_to_target"])
+    return drafter_lib.attach(config, params, target, draft_to_target)
+
+
+def read_run_file(where):
+    """-> (`DrafterConfig`, draft vocabulary as a list of target ids or None) of the run directory ``where``.
+
+    Raises ValueError naming the file and what is wrong in it.
+    """
+    file = pathlib.Path(where) / RUN_FILE
+    data = safetensors_files.parse_json(file.read_bytes(), file)
+    if not isinstance(data, dict) or set(data) != {"config", "draft_to_target"}:
+        raise ValueError(f"{file}: must be an object with 'config' and 'draft_to_target'")
+    config, ids = huggingface.config_from_dict(data["config"], file), data["draft_to_target"]
+    if ids is not None and not (isinstance(ids, list) and len(ids) == config.draft_vocab_size == len(set(map(str, ids)))
+                                and all(type(i) is int and 0 <= i < config.vocab_size for i in ids)):
+        raise ValueError(f"{file}: draft_to_target: must be {config.draft_vocab_size} different ids of the target")
+    return config, ids
+
+
+def write_run_file(where, config, draft_to_target):
+    """What `read_run_file` reads; raises ValueError if there is one that says something else."""
+    ids = None if draft_to_target is None else [int(i) for i in draft_to_target]
+    file = pathlib.Path(where) / RUN_FILE
+    if file.exists():
+        if read_run_file(where) != (config, ids):
+            raise ValueError(f"{file}: this run began with another drafter or draft vocabulary; the token file has "
+                             "changed since: choose another work directory")
+        return
+    scratch = file.with_suffix(".tmp")
+    scratch.write_text(json.dumps({"config": dataclasses.asdict(config), "draft_to_target": ids}))
+    os.replace(scratch, file)

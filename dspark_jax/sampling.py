@@ -7,6 +7,7 @@ Shape letters: V vocabulary, M candidates; "..." any leading axes.
 """
 
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ def check_sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> No
     """Raises ValueError naming the field and what is allowed, for sampling settings given as Python numbers."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature: got {temperature}; allowed: finite numbers >= 0, 0 for greedy decoding")
-    if top_k != int(top_k) or top_k < 0:
+    if not isinstance(top_k, numbers.Integral) or top_k < 0:
         raise ValueError(f"top_k: got {top_k}; allowed: whole numbers >= 0, 0 for no limit")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: got {top_p}; allowed: 0 < top_p <= 1, 1 for no limit")

@@ -5,7 +5,7 @@ import numpy as np
 
 def choose(lengths, weights, batch, seed, step):
     """Indices int [batch] of the sequences of one step: without replacement, probability proportional to
-    weight * length (anchors are drawn per sequence, so this makes them uniform over tokens where weights are 1)."""
+    weight * length (anchors are drawn per sequence, so this makes them roughly uniform over tokens where weights are 1)."""
     p = np.asarray(lengths, np.float64) * weights
     return np.random.default_rng([seed, step]).choice(len(p), size=batch, replace=False, p=p / p.sum())
 

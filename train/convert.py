@@ -55,7 +55,7 @@ def main(argv):
 
 
 def _load():
-    measure.check_drafter(_FROM.value)
+    measure.check_drafter(_FROM.value, "--from")
     if _TARGET.value:
         return ds.load_drafter(_FROM.value, ds.load_target(_TARGET.value))
     if loading.is_run(_FROM.value):

@@ -41,7 +41,7 @@ def main(argv):
     measure.check_drafter(_DRAFTER.value)
     began = time.perf_counter()
     print(f"target:  {_TARGET.value}", flush=True)
-    target = ds.load_target(_TARGET.value)
+    target = measure.load_target(_TARGET.value)
     drafter = measure.load_drafter(_DRAFTER.value, target)
     c = drafter.config
     print(f"drafter: {os.path.relpath(_DRAFTER.value)} ({c.block_length} drafts a round, {c.transition} transition, "

@@ -3,7 +3,6 @@
   python -m train.inspect DIR
 """
 
-import json
 import math
 import pathlib
 
@@ -21,11 +20,9 @@ def main(argv):
     if len(argv) != 2:
         raise ValueError(f"{len(argv) - 1} arguments; give one directory, see --help")
     directory = pathlib.Path(argv[1])
-    measure.check_drafter(directory)
+    measure.check_drafter(directory, "directory")
     if loading.is_run(directory):
-        data = json.loads((directory / loading.RUN_FILE).read_text())
-        config, layout, facts, stored = huggingface.config_from_dict(
-            data["config"], directory / loading.RUN_FILE), "training run", {}, None
+        config, layout, facts, stored = loading.read_run_file(directory)[0], "training run", {}, None
     else:
         checkpoint = huggingface.open_checkpoint(directory)
         config, layout, facts, stored = checkpoint.config, checkpoint.layout, checkpoint.target, checkpoint.tensors
@@ -48,7 +45,7 @@ def describe(config, layout, facts, stored) -> list[tuple[str, str]]:
         f", {config.draft_vocab_size} of them can be drafted" if config.draft_vocab_size < config.vocab_size else "")
     depth = facts.get("num_target_layers")
     needs = (f"a target with hidden size {b.hidden_size}, {config.vocab_size} tokens and "
-             + (f"{depth} layers" if depth else f"more than {config.target_layer_ids[-1] + 1} layers")
+             + (f"{depth} layers" if depth else f"at least {config.target_layer_ids[-1] + (2 if layout in layouts.LAYOUTS else 1)} layers")
              + ("" if "embed_tokens.weight" in tables else "; its embedding and output table are used"))
     candidates = f", {config.candidates} candidates" if config.execution == "lattice" else ""
     convolution = f", convolution of {b.conv_kernel_size} taps" if b.conv_kernel_size else ""

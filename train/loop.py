@@ -39,16 +39,27 @@ def train(config, workdir, target=None):
     model = drafter_config(config.drafter, target.config)  # what is wrong with the config shows before the long work
     drafter_lib.check_fit(model, target.config)
     optimizer = objective.make_optimizer(config.optimizer, config.steps)
+    prompts = _held_out_prompts(config.evaluation, target)
+    if not 2 <= config.data.max_length <= target.config.max_position_embeddings:
+        raise ValueError(f"data.max_length: {config.data.max_length}; must lie in "
+                         f"[2, {target.config.max_position_embeddings}], the target's context")
+    for name, value in (("checkpoint_every", config.checkpoint_every), ("batch.anchors", config.batch.anchors)):
+        if value < 1:
+            raise ValueError(f"{name}: {value}; must be at least 1")
 
     # ---------------------------------------------------------------- data
-    data = OnPolicyTokens.load(config.data.tokens)
+    token_file = config.data.tokens or sources.SHIPPED_TOKENS
+    data = OnPolicyTokens.load(token_file)
     data = data if config.data.conversations is None else data.first(config.data.conversations)
+    if len(data.tokens) == 0 or int(data.tokens.max()) >= target.config.vocab_size:
+        raise ValueError(f"data.tokens: {token_file}: must hold ids of the target's vocabulary "
+                         f"[0, {target.config.vocab_size}), and not be empty")
     sequences = [np.concatenate(data.conversation(i)) for i in range(len(data))]
     lengths = np.minimum([len(s) for s in sequences], config.data.max_length)
     weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
     if not 1 <= config.batch.sequences <= np.count_nonzero(weights):
         raise ValueError(f"batch.sequences: {config.batch.sequences}; must lie in [1, {np.count_nonzero(weights)}], "
-                         f"the conversations of {config.data.tokens} whose source has a weight")
+                         f"the conversations of {token_file} whose source has a weight")
     taps = tuple(config.drafter.target_layer_ids)
     rows = None
     if config.features.cached:
@@ -59,8 +70,7 @@ def train(config, workdir, target=None):
     # ------------------------------------------------------------- drafter
     drafter = starting_drafter(config, model, target, data, sequences)
     params, draft_ids = drafter.params, drafter.draft_to_target
-    (workdir / loading.RUN_FILE).write_text(json.dumps({
-        "config": dataclasses.asdict(model), "draft_to_target": None if draft_ids is None else draft_ids.tolist()}))
+    loading.write_run_file(workdir, model, draft_ids)
     frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows,
               "target_to_draft": inverse(draft_ids, target.config.vocab_size)}
     online = None
@@ -99,15 +109,21 @@ def train(config, workdir, target=None):
     manager.wait_until_finished()
     manager.close()
     trained = drafter_lib.attach(model, params, target, draft_ids)
-    if config.evaluation.prompts:
-        _report_gain(config.evaluation, target, drafter, trained)
+    if prompts:
+        _report_gain(config.evaluation, target, prompts, drafter, trained)
     return trained
 
 
-def _report_gain(options, target, before, after):
+def _held_out_prompts(options, target):
+    """``options.prompts`` token lists of each evaluation set."""
+    if options.prompts and target.tokenizer is None:
+        raise ValueError("evaluation.prompts: this target has no tokenizer; only 0 is allowed")
+    return [target.tokenizer.chat(prompt.messages) for name in sources.EVALUATION_SOURCES
+            for prompt in (sources.evaluation_prompts(name, options.prompts) if options.prompts else ())]
+
+
+def _report_gain(options, target, prompts, before, after):
     """Print the accepted length of both drafters on held-out prompts, greedily decoded."""
-    prompts = [target.tokenizer.chat(prompt.messages) for name in sources.EVALUATION_SOURCES
-               for prompt in sources.evaluation_prompts(name, options.prompts)]
     lengths = [measure.evaluate(target, drafter, prompts, max_new_tokens=options.max_new_tokens, plain=False,
                                 description=what).accepted_length
                for what, drafter in (("before training", before), ("after training", after))]

@@ -161,10 +161,10 @@ def load_drafter(where, target, block_length=None):
     return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, block_length=block_length))
 
 
-def check_drafter(where) -> None:
+def check_drafter(where, flag="--drafter") -> None:
     """Raises FileNotFoundError where there is no such directory: to be called before a target is fetched."""
     if not pathlib.Path(where).is_dir():
-        raise FileNotFoundError(f"--drafter: {where}: no such directory; allowed: a saved drafter or a training run")
+        raise FileNotFoundError(f"{flag}: {where}: no such directory; allowed: a saved drafter or a training run")
 
 
 def machine() -> dict:

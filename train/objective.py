@@ -31,9 +31,10 @@ def make_optimizer(options, steps):
 def terms(config, params, frozen, batch, key, anchors_per_sequence, decay):
     """Undivided loss terms of one batch (`losses.drafter_terms`).
 
-    ``frozen``: "embedding" [V, D], "head_rows" [Vd, D], "draft_to_target" int [Vd], "target_to_draft" int [V] (-1:
-    not in the draft vocabulary). ``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D
-    columns are the final-normed state.
+    ``frozen``: "embedding" [V, D], "head_rows" [Vd, D], "target_to_draft" int [V] (-1: not in the draft vocabulary).
+    ``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state.
+    With a reduced draft vocabulary the target's law is taken within it, so accept rates, the accepted length expected
+    from them and the labels of the confidence head are a little higher than what decoding will see.
     """
     T = config.block_length
     tokens, features = batch["tokens"], batch["features"].astype(jnp.float32)

@@ -25,7 +25,7 @@ from absl import flags
 
 import dspark_jax as ds
 from dspark_jax.data import conversations, sources
-from train import command_line
+from train import command_line, measure
 
 _TARGET = flags.DEFINE_string(
     "target", "smollm2-135m-instruct", "Who answers: a Hugging Face directory, a .gguf file, or smollm2-135m-instruct."
@@ -64,7 +64,7 @@ def main(argv):
         left = sum(prompt.id not in done for prompt in prompts)
         print(f"{len(prompts)} prompts, {len(prompts) - left} of them answered in {out} already")
         if left:
-            answer(ds.load_target(_TARGET.value), prompts, done, out)
+            answer(measure.load_target(_TARGET.value), prompts, done, out)
     elif not _TOKENS.value:
         raise ValueError(
             f"no prompts: allowed: --prompts=FILE or --source={'|'.join(sources.TRAINING_SOURCES)}, "

@@ -60,7 +60,10 @@ def read_target(path):
         if name not in tensors:
             raise ValueError(f"{path}: tensor {name!r} is missing")
         tensor = tensors.pop(name)
-        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        try:
+            array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise ValueError(f"{path}: tensor {name!r} of type {tensor.tensor_type} cannot be read ({error})") from error
         if array.shape != shape:
             raise ValueError(f"{path}: tensor {name!r} has shape {array.shape}, expected {shape}")
         return np.asarray(array, np.float32)
@@ -94,18 +97,25 @@ def half_split_rows(weight, head_dim):
 
 
 def _config(path, metadata, tied):
-    def get(key, default=None):
+    def get(key, default=None, kind=int):
         value = metadata.get(f"llama.{key}", default)
         if value is None:
             raise ValueError(f"{path}: metadata field 'llama.{key}' is missing")
-        return value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0 or value != kind(value):
+            raise ValueError(f"{path}: metadata field 'llama.{key}' is {value!r}; must be a positive number")
+        return kind(value)
 
+    scaling = metadata.get("llama.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(f"{path}: metadata field 'llama.rope.scaling.type' is {scaling!r}; supported in GGUF: 'none'")
     heads = get("attention.head_count")
+    kv_heads, head_dim = get("attention.head_count_kv", heads), get("attention.key_length", get("embedding_length") // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(f"{path}: {heads} heads, {kv_heads} key/value heads of width {head_dim}; the first must be a "
+                         "multiple of the second, and the width even")
     return TargetConfig(
         vocab_size=get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
         hidden_size=get("embedding_length"), intermediate_size=get("feed_forward_length"),
-        num_hidden_layers=get("block_count"), num_attention_heads=heads,
-        num_key_value_heads=get("attention.head_count_kv", heads),
-        head_dim=get("attention.key_length", get("embedding_length") // heads),
-        max_position_embeddings=get("context_length"), rope_theta=float(get("rope.freq_base", 10000.0)),
-        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")), tie_word_embeddings=tied)
+        num_hidden_layers=get("block_count"), num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+        max_position_embeddings=get("context_length"), rope_theta=get("rope.freq_base", 10000.0, float),
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon", kind=float), tie_word_embeddings=tied)

@@ -29,17 +29,8 @@ ARCHITECTURE = "DSparkJaxDrafter"
 NATIVE = "native"
 LAYOUTS = (NATIVE, *layouts.LAYOUTS)
 
-_HEADS = {  # our path -> (native name, stored transposed)
-    "transition/predecessor": ("markov_head.markov_w1.weight", False),
-    "transition/successor": ("markov_head.markov_w2.weight", False),
-    "transition/hidden_projection": ("markov_head.hidden_projection.weight", True),
-    "transition/gate_kernel": ("markov_head.gate_proj.weight", True),
-    "transition/gate_bias": ("markov_head.gate_proj.bias", False),
-    "transition/joint_kernel": ("markov_head.joint_proj.weight", True),
-    "transition/joint_bias": ("markov_head.joint_proj.bias", False),
-    "confidence/kernel": ("confidence_head.proj.weight", False),
-    "confidence/bias": ("confidence_head.proj.bias", False),
-}
+_HEADS = layouts.MARKOV_NAMES | layouts.CONFIDENCE_NAMES | {  # our path -> (native name, stored transposed)
+    "transition/hidden_projection": ("markov_head.hidden_projection.weight", True)}
 _OFFSETS, _MEMBERS = "d2t", "t2d"  # target id = draft id + offset; bool [V], whether a target id can be drafted
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's; speculators may leave them in
@@ -172,12 +163,6 @@ def load(directory, target=None) -> Drafter:
     return attach(config, params, target, draft_to_target, embedding, rows)
 
 
-def load_native(directory, target):
-    """`load`, of a native drafter only."""
-    read_config(pathlib.Path(directory) / "config.json")
-    return load(directory, target)
-
-
 def _check_target(checkpoint, target):
     path, config, depth = checkpoint.directory / "config.json", checkpoint.config, target.config.num_hidden_layers
     stated = checkpoint.target.get("num_target_layers")
@@ -265,11 +250,6 @@ def save(drafter, directory, layout=NATIVE, dtype=None) -> None:
     scratch = directory / "config.json.tmp"
     scratch.write_text(json.dumps(data, indent=2) + "\n")
     os.replace(scratch, directory / "config.json")
-
-
-def save_native(drafter, directory, dtype=jnp.bfloat16):
-    """`save`, in the native layout."""
-    save(drafter, directory, NATIVE, dtype)
 
 
 def read_config(path):

@@ -24,7 +24,7 @@ from dspark_jax.drafter import Drafter, DrafterConfig
 MARKOV_TYPES = {"vanilla": "vanilla", "gated": "joint", "rnn": "recurrent"}  # published name -> our transition
 OURS = "dspark_jax"  # a section that other readers ignore: what their format has no field for
 
-_MARKOV_NAMES = {  # our path -> (published name, stored transposed)
+MARKOV_NAMES = {  # our path -> (published name, stored transposed)
     "transition/predecessor": ("markov_head.markov_w1.weight", False),
     "transition/successor": ("markov_head.markov_w2.weight", False),
     "transition/gate_kernel": ("markov_head.gate_proj.weight", True),
@@ -37,7 +37,7 @@ _SELECTOR_NAMES = {
     "transition/successor": ("candidate_selector.successor_codebook", False),
     "transition/hidden_projection": ("candidate_selector.hidden_projection.weight", True),
 }
-_CONFIDENCE_NAMES = {
+CONFIDENCE_NAMES = {
     "confidence/kernel": ("confidence_head.proj.weight", False),
     "confidence/bias": ("confidence_head.proj.bias", False),
 }
@@ -66,8 +66,8 @@ class Layout:
 
 def head_name(config: DrafterConfig, path: str) -> tuple[str, bool] | None:
     """The published (name, stored transposed) of a path of the transition or the confidence head, None for others."""
-    names = _SELECTOR_NAMES if config.transition == "context" else _MARKOV_NAMES
-    return names.get(path) or _CONFIDENCE_NAMES.get(path)
+    names = _SELECTOR_NAMES if config.transition == "context" else MARKOV_NAMES
+    return names.get(path) or CONFIDENCE_NAMES.get(path)
 
 
 # ------------------------------------------------------------------- reading

@@ -10,7 +10,11 @@ from orbax.checkpoint import checkpoint_managers
 def open_manager(workdir, keep=2):
     """A manager of workdir/checkpoints that keeps the newest ``keep`` steps."""
     options = ocp.CheckpointManagerOptions(preservation_policy=checkpoint_managers.LatestN(keep))
-    return ocp.CheckpointManager(pathlib.Path(workdir).absolute() / "checkpoints", options=options)
+    return ocp.CheckpointManager(_folder(workdir), options=options)
+
+
+def _folder(workdir):
+    return pathlib.Path(workdir).absolute() / "checkpoints"
 
 
 def save(manager, step, state):
@@ -33,7 +37,9 @@ def restore_params(workdir, abstract_params):
 
     Raises ValueError naming ``workdir`` where there is no complete checkpoint.
     """
-    with open_manager(workdir) as manager:
+    if not _folder(workdir).is_dir():
+        raise ValueError(f"{workdir}: no complete checkpoint in its 'checkpoints' folder")
+    with ocp.CheckpointManager(_folder(workdir), options=ocp.CheckpointManagerOptions(create=False)) as manager:
         step = manager.latest_step()
         if step is None:
             raise ValueError(f"{workdir}: no complete checkpoint in its 'checkpoints' folder")
