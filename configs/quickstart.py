@@ -1,9 +1,9 @@
-"""A small run that shows every part of training in about five minutes on two CPU cores.
+"""A small run that shows every part of training: four minutes on two cores of an AMD EPYC.
 
     python -m train.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 It computes the target features of the first conversations of the shipped token file, trains, and decodes held-out
-prompts with the drafter before and after.
+prompts with the drafter before and after: an accepted length of 1.01, then 1.21.
 """
 
 from configs import smollm2
