@@ -76,24 +76,17 @@ def rotate(x, positions, theta, scaling=None):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attention_scores(query, key):
-    """Grouped-query scores q.k / sqrt(C): [..., Q, H, C] x [..., S, K, C] -> float32 [..., K, H/K, Q, S]."""
+def attend(query, key, value, visible):
+    """Grouped-query attention, softmax(q.k / sqrt(C)) v where ``visible`` bool [..., Q, S] allows it.
+
+    query [..., Q, H, C], key and value [..., S, K, C] -> [..., Q, H*C]; scores in float32.
+    """
     kv_heads, width = key.shape[-2:]
     query = query.reshape(*query.shape[:-2], kv_heads, query.shape[-2] // kv_heads, width)
-    scores = jnp.einsum("...QKGC,...SKC->...KGQS", query, key, preferred_element_type=jnp.float32)
-    return scores * width**-0.5
-
-
-def weighted_values(weights, value):
-    """[..., K, H/K, Q, S] x [..., S, K, C] -> [..., Q, H*C]."""
+    scores = jnp.einsum("...QKGC,...SKC->...KGQS", query, key, preferred_element_type=jnp.float32) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(visible[..., None, None, :, :], scores, MASKED), axis=-1)
     mixed = jnp.einsum("...KGQS,...SKC->...QKGC", weights.astype(value.dtype), value)
     return mixed.reshape(*mixed.shape[:-3], -1)
-
-
-def attend(query, key, value, visible):
-    """softmax(q.k / sqrt(C)) v where ``visible`` bool [..., Q, S] allows it; -> [..., Q, H*C]."""
-    scores = jnp.where(visible[..., None, None, :, :], attention_scores(query, key), MASKED)
-    return weighted_values(jax.nn.softmax(scores, axis=-1), value)
 
 
 def wide_dot_general(a, b, dimensions, precision=None):
