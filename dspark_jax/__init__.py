@@ -2,6 +2,6 @@
 
 from dspark_jax import anchors, lattice, losses, sampling, sequential, transitions, verification
 from dspark_jax.drafter import Drafter, DrafterConfig
-from dspark_jax.generation import Result, Step, generate, stream
+from dspark_jax.generation import Result, generate, stream
 from dspark_jax.loading import load_drafter, load_target, save_drafter
 from dspark_jax.target import Target, TargetConfig

@@ -1,11 +1,6 @@
-"""Decoding: plain, and draft-verify rounds whose output law is the target's.
+"""Decoding: plain, or draft-verify rounds whose output law is the target's. Checks, buckets of shapes, and results.
 
-State of a row: the target has processed positions 0 .. start-1; the token at position ``start`` is the *anchor*, already
-committed but not processed. A round drafts T tokens behind the anchor, lets the target process anchor and drafts in one
-pass, keeps m of them by a verification rule and commits one more token of the target's own: the next anchor.
-Rows after ``start + m`` of both caches hold rejected drafts; nothing sees them before the next round overwrites them.
-
-B batch, T draft positions, S cache length, V vocabulary.
+The programs themselves are in `dspark_jax.decoding`. B batch, T draft positions, S cache length, V vocabulary.
 """
 
 import dataclasses
@@ -18,55 +13,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import cache as kv
-from dspark_jax import sampling, verification
-from dspark_jax.drafter import Drafter, DrafterConfig, DrafterModule, check_execution, propose
-from dspark_jax.target import Decoder, Target, TargetConfig
+from dspark_jax import decoding, sampling, verification
+from dspark_jax.diagnosis import not_finite
+from dspark_jax.drafter import Drafter, check_execution
+from dspark_jax.target import Target
 
-PROMPT_BUCKET, CACHE_BUCKET = 64, 128  # shapes are rounded up to these, so that few programs are compiled
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a compiled round depends on besides shapes."""
-
-    target: TargetConfig
-    drafter: DrafterConfig | None
-    top_k: int
-    top_p: float
-    execution: str | None
-    candidates: int | None
-    verification: str
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """``anchors`` and ``starts`` int32 [B]; target and draft caches; one PRNG key a row."""
-
-    anchors: jax.Array
-    starts: jax.Array
-    target_cache: tuple
-    draft_cache: tuple
-    keys: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What one program call committed: per row, the new tokens; drafts accepted and proposed (None outside a round)."""
-
-    tokens: list[list[int]]
-    accepted: list[int | None]
-    proposed: list[int | None]
+# Shapes are rounded up to multiples of these, so that few programs are compiled.
+PROMPT_BUCKET, CACHE_BUCKET, OUTPUT_BUCKET, STOP_BUCKET = 64, 128, 64, 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """``tokens``: new tokens per prompt. ``accepted``, ``proposed``: per prompt, per round; the bonus token is not counted.
-    The first new token comes from the prompt's own pass and belongs to no round."""
+    """What was decoded, or a part of it.
+
+    ``tokens``: new tokens per prompt. Per prompt and round: ``accepted``, ``proposed``, drafts accepted and put to
+    verification (the bonus token is not counted), and ``confidence``, the raw logits of the confidence head for all T drafts
+    (float32 [T] a round; an empty list without such a head).
+    The first new token comes from the prompt's own pass and belongs to no round.
+    """
 
     tokens: list[list[int]]
     accepted: list[list[int]]
     proposed: list[list[int]]
+    confidence: list[list[np.ndarray]] = dataclasses.field(default_factory=list, compare=False)
+
+    @classmethod
+    def join(cls, parts: "Sequence[Result]") -> "Result":
+        """Parts of `stream`, in order, of the same prompts."""
+        return cls(*([sum(rows, []) for rows in zip(*(getattr(part, field.name) for part in parts))]
+                     for field in dataclasses.fields(cls)))
 
     @property
     def accepted_length(self) -> float:
@@ -75,204 +50,173 @@ class Result:
         return sum(rounds) / len(rounds) if rounds else 1.0
 
 
-def _draw(options, keys, logits, temperature):
-    """One token per row from the target's law: keys [B], logits [B, V]."""
-    p = sampling.probabilities(logits, temperature, options.top_k, options.top_p)
-    return jax.vmap(sampling.draw)(keys, p)
-
-
-def _process(options, params, tokens, starts, cache):
-    """The target on tokens int [B, Q] at positions starts + 0..Q-1 -> (hidden [B, Q, D], features or None, cache)."""
-    positions = starts[:, None] + jnp.arange(tokens.shape[1])
-    taps = options.drafter.target_layer_ids if options.drafter else ()
-    hidden, tapped, cache = Decoder(options.target).apply({"params": params}, tokens, positions, cache, taps)
-    return hidden, jnp.concatenate(tapped, axis=-1) if taps else None, cache
-
-
-def _target_logits(options, params, hidden):
-    return Decoder(options.target).apply({"params": params}, hidden, method=Decoder.logits)
-
-
-def _extend_context(options, params, features, starts, cache):
-    """Write the draft keys and values of newly processed positions starts + 0..Q-1."""
-    if options.drafter is None:
-        return cache
-    positions = starts[:, None] + jnp.arange(features.shape[1])
-    pairs = DrafterModule(options.drafter).apply(
-        {"params": params}, features, positions, method=DrafterModule.context)
-    return tuple(tuple(kv.write(old, new, starts) for old, new in zip(olds, news)) for olds, news in zip(cache, pairs))
-
-
-@functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("target_cache", "draft_cache"))
-def _prefill(options, target, drafter, prompts, lengths, keys, temperature, target_cache, draft_cache):
-    """Prompts int [B, P], right-padded, lengths int [B] -> State whose anchor is the first new token."""
-    starts = jnp.zeros_like(lengths)
-    hidden, features, target_cache = _process(options, target, prompts, starts, target_cache)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    draft_cache = _extend_context(options, drafter["params"] if drafter else None, features, starts, draft_cache)
-    keys, now = _split(keys)
-    anchors = _draw(options, now, _target_logits(options, target, last), temperature)
-    return State(anchors, lengths, target_cache, draft_cache, keys)
-
-
-@functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("state",))
-def _plain_step(options, target, state, active, temperature):
-    """Process the anchor, draw the next token."""
-    hidden, _, cache = _process(options, target, state.anchors[:, None], state.starts, state.target_cache)
-    keys, now = _split(state.keys)
-    anchors = _draw(options, now, _target_logits(options, target, hidden[:, 0]), temperature)
-    return State(anchors, state.starts + active, cache, state.draft_cache, keys)
-
-
-@functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("state",))
-def _round(options, target, drafter, state, active, temperature, threshold):
-    """One draft-verify round -> (State, tokens int [B, T+1], accepted [B], proposed [B]).
-
-    Row b commits tokens[b, :accepted[b] + 1]: the accepted drafts, then the target's own token. ``active`` int [B]:
-    0 for a finished row, which stays where it is.
-    """
-    keys, draft_keys, verify_keys = _split(state.keys, 3)
-    T = options.drafter.block_length
-    proposal = propose(options.drafter, drafter["params"], drafter["embedding"], drafter["head_rows"],
-                       drafter["draft_to_target"], state.draft_cache, state.anchors, state.starts, draft_keys,
-                       temperature, options.execution, options.candidates)
-    if proposal.confidence is None:
-        proposed = jnp.full_like(state.starts, T)
-    else:
-        sure = jax.nn.sigmoid(proposal.confidence) >= threshold
-        proposed = jnp.sum(jnp.cumprod(sure.astype(jnp.int32), axis=-1), axis=-1)
-    with jax.named_scope("verify"):
-        block = jnp.concatenate([state.anchors[:, None], proposal.tokens], axis=1)
-        hidden, features, target_cache = _process(options, target, block, state.starts, state.target_cache)
-        p = sampling.probabilities(_target_logits(options, target, hidden), temperature, options.top_k, options.top_p)
-        rule = verification.get_verification(options.verification)
-        accepted, following = jax.vmap(rule)(verify_keys, p, proposal.tokens, proposal.q, proposed)
-    with jax.named_scope("commit"):
-        draft_cache = _extend_context(options, drafter["params"], features, state.starts, state.draft_cache)
-        slot = jnp.arange(T + 1)
-        padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-        tokens = jnp.where(slot == accepted[:, None], following[:, None], padded)
-        anchors = jnp.where(active > 0, following, state.anchors)
-        starts = state.starts + active * (accepted + 1)
-    return State(anchors, starts, target_cache, draft_cache, keys), tokens, accepted, proposed
-
-
-def _split(keys, parts=2):
-    """[B] keys -> ``parts`` arrays of [B] keys. Each row has its own stream, whatever shares its batch."""
-    return tuple(jnp.moveaxis(jax.vmap(lambda k: jax.random.split(k, parts))(keys), 1, 0))
-
-
 def stream(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128,
-           temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+           temperature: float | Sequence[float] = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
            stop_tokens: Sequence[int] | None = None, execution: str | None = None, candidates: int | None = None,
-           confidence_threshold: float = 0.0, verification: str = "token") -> Iterator[Step]:
-    """`generate`, one `Step` per round: the first holds each prompt's first token, the others what a round committed.
+           confidence_threshold: float = 0.0, verification: str = "token", rounds: int = 1) -> Iterator[Result]:
+    """`generate` in parts: the first holds each prompt's first token, each further one what ``rounds`` rounds committed.
 
-    Arguments are checked at the call, not at the first step.
+    Nothing leaves the device within a part, so few rounds show text soon and many cost less.
+    Arguments are checked at the call, not at the first part.
     """
-    options, stops, threshold = _check(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, stop_tokens,
-                                       execution, candidates, confidence_threshold, verification)
-    return _steps(options, target, drafter, prompts, max_new_tokens, temperature, seed, stops, threshold)
+    if not isinstance(rounds, numbers.Integral) or rounds < 1:
+        raise ValueError(f"rounds: {rounds}; must be a whole number of at least 1")
+    batch = _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
+                     candidates, confidence_threshold, verification)
+    return _parts(batch, rounds)
 
 
 def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128,
-             temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+             temperature: float | Sequence[float] = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
              stop_tokens: Sequence[int] | None = None, execution: str | None = None, candidates: int | None = None,
              confidence_threshold: float = 0.0, verification: str = "token") -> Result:
     """Decode ``prompts`` (lists of token ids of any lengths) as one batch; the output law is the target's own.
 
     Args:
         drafter: None for plain decoding.
-        temperature, top_k, top_p: the target's sampling rule (`sampling.probabilities`); temperature 0 is greedy.
+        max_new_tokens: for each prompt; 0 returns nothing.
+        temperature: one number, or one for each prompt: greedy (0) and sampled rows may share a batch.
+        top_k, top_p: with the temperature the target's sampling rule (`sampling.probabilities`).
         stop_tokens: ids after which a row ends; None: the target's own.
         execution: "sequential", "lattice", or None for what the drafter declares; candidates: M for the lattice.
         confidence_threshold: verify only the drafts before the first whose confidence is lower; 0 verifies all.
         verification: a name of `verification.VERIFICATION`.
 
     Returns: `Result`; the stop token is part of the output, which never exceeds max_new_tokens.
-    Raises: ValueError that names the argument and what is allowed.
+    Raises: ValueError that names the argument and what is allowed, or what was not finite.
     """
-    steps = stream(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
-                   candidates, confidence_threshold, verification)
-    result = Result([[] for _ in prompts], [[] for _ in prompts], [[] for _ in prompts])
-    for step in steps:
-        for row, new in enumerate(step.tokens):
-            result.tokens[row] += new
-            if step.accepted[row] is not None:
-                result.accepted[row].append(step.accepted[row])
-                result.proposed[row].append(step.proposed[row])
-    return result
+    batch = _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
+                     candidates, confidence_threshold, verification)
+    return Result.join(list(_parts(batch, max(max_new_tokens, 1))))
 
 
-def _steps(options, target, drafter, prompts, max_new_tokens, temperature, seed, stops, threshold):
-    count = len(prompts)
-    lengths = np.array([len(p) for p in prompts], np.int32)
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Checked arguments."""
+
+    options: decoding.Options
+    target: Target
+    drafter: Drafter | None
+    prompts: list[np.ndarray]
+    limit: int
+    temperature: np.ndarray
+    stops: np.ndarray
+    threshold: float
+    seed: int
+
+
+def _parts(batch, rounds, step=None):
+    """Yields `Result`s. step: what a round is, as in `decoding.decode`."""
+    count = len(batch.prompts)
+    if batch.limit == 0:
+        yield Result(*([[] for _ in range(count)] for _ in range(4)))
+        return
+    state, request, weights = _start(batch)
+    read = _Reader(batch, count)
+    yield read(state)
+    while not read.done:
+        state = decoding.decode(batch.options, batch.target.params, weights, state, request, jnp.int32(rounds), step=step)
+        yield read(state)
+
+
+def _start(batch):
+    """The prompts' own pass -> (`decoding.State`, `decoding.Request`, the drafter's arrays or None)."""
+    options, count = batch.options, len(batch.prompts)
+    lengths = np.array([len(p) for p in batch.prompts], np.int32)
     width = _round_up(lengths.max(), PROMPT_BUCKET)
     padded = np.zeros((count, width), np.int32)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(batch.prompts):
         padded[row, :len(prompt)] = prompt
     # The last round starts at the last token but one at the latest, and writes its anchor and all its drafts.
-    reach = max(width, lengths.max() + max_new_tokens + (options.drafter.block_length if drafter else 0))
+    reach = max(width, lengths.max() + batch.limit + options.block_length)
     t, S = options.target, _round_up(reach, CACHE_BUCKET)
-    dtype = jnp.result_type(*jax.tree.leaves(target.params))  # what the activations have
+    dtype = jnp.result_type(*jax.tree.leaves(batch.target.params))  # what the activations have
     target_cache = kv.empty_cache(t.num_hidden_layers, count, S, t.num_key_value_heads, t.head_dim, dtype)
     draft_cache, weights = (), None
-    if drafter is not None:
+    if batch.drafter is not None:
         b = options.drafter.backbone
-        dtype = jnp.result_type(dtype, *jax.tree.leaves(drafter.params["backbone"]))
+        dtype = jnp.result_type(dtype, *jax.tree.leaves(batch.drafter.params["backbone"]))
         draft_cache = kv.empty_cache(b.num_hidden_layers, count, S, b.num_key_value_heads, b.head_dim, dtype)
-        weights = drafter.arrays()
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(count))
-    temperature = jnp.float32(temperature)
+        weights = batch.drafter.arrays()
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(batch.seed)))(jnp.arange(count))
+    request = decoding.Request(jnp.asarray(batch.temperature), jnp.int32(batch.limit), jnp.asarray(batch.stops),
+                               jnp.float32(batch.threshold))
+    state = decoding.prefill(
+        options, batch.target.params, weights, jnp.asarray(padded), jnp.asarray(lengths), keys, request, target_cache,
+        draft_cache, length=_round_up(batch.limit, OUTPUT_BUCKET))
+    return state, request, weights
 
-    state = _prefill(options, target.params, weights, jnp.asarray(padded), jnp.asarray(lengths), keys, temperature,
-                     target_cache, draft_cache)
-    produced = np.zeros(count, np.int64)
-    done = np.zeros(count, bool)
 
-    def commit(row, tokens):
-        """Cut at a stop token and at max_new_tokens; notes whether the row is done."""
-        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), None)
-        tokens = tokens[:end][:max_new_tokens - produced[row]]
-        produced[row] += len(tokens)
-        done[row] = tokens[-1] in stops or produced[row] >= max_new_tokens
-        return tokens
+class _Reader:
+    """Takes from a `decoding.State` what has been committed since the last time."""
 
-    nothing = [None] * count
-    yield Step([commit(row, [int(a)]) for row, a in enumerate(np.asarray(state.anchors))], nothing, nothing)
-    while not done.all():
-        running, active = ~done, jnp.asarray(~done, jnp.int32)
-        if drafter is None:
-            state = _plain_step(options, target.params, state, active, temperature)
-            anchors = np.asarray(state.anchors)
-            yield Step([commit(r, [int(anchors[r])]) if running[r] else [] for r in range(count)], nothing, nothing)
-            continue
-        state, *out = _round(options, target.params, weights, state, active, temperature, threshold)
-        tokens, accepted, proposed = jax.device_get(out)
-        step = Step([[] for _ in prompts], list(nothing), list(nothing))
-        for r in np.flatnonzero(running):
-            m, n = int(accepted[r]), int(proposed[r])
-            stop = next((i + 1 for i in range(m) if int(tokens[r, i]) in stops), None)
-            if stop is not None:  # a row ends at an accepted stop token: what lies behind it was never proposed
-                m = n = stop
-            step.accepted[r], step.proposed[r] = m, n
-            step.tokens[r].extend(commit(r, tokens[r, :m + 1].tolist()))
-        yield step
+    def __init__(self, batch, count):
+        self.batch, self.produced, self.rounds, self.done = batch, np.zeros(count, int), 0, False
+
+    def __call__(self, state):
+        small = {name: getattr(state, name) for name in ("tokens", "produced", "done", "finite", "rounds", "accepted",
+                                                         "proposed", "confidence")}
+        new = jax.device_get(small)
+        if not new["finite"].all():
+            row = int(np.argmin(new["finite"]))
+            said = new["tokens"][row, :new["produced"][row]]
+            raise ValueError(f"prompts[{row}], after {len(said)} new tokens: "
+                             f"{not_finite(self.batch.target, self.batch.drafter, [*self.batch.prompts[row], *said])}")
+        begin, end = self.rounds, int(new["rounds"])
+        part = Result(*([[] for _ in self.produced] for _ in range(4)))
+        for row, tokens in enumerate(new["tokens"]):
+            part.tokens[row].extend(tokens[self.produced[row]:new["produced"][row]].tolist())
+            if new["accepted"] is None:
+                continue
+            accepted = new["accepted"][begin:end, row]
+            ran = accepted >= 0
+            part.accepted[row].extend(accepted[ran].tolist())
+            part.proposed[row].extend(new["proposed"][begin:end, row][ran].tolist())
+            if new["confidence"] is not None:
+                part.confidence[row].extend(new["confidence"][begin:end, row][ran])
+        self.produced, self.rounds, self.done = new["produced"], end, bool(new["done"].all())
+        return part
 
 
 def _round_up(n, multiple):
     return int(-(-int(n) // multiple) * multiple)
 
 
-def _check(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, stop_tokens, execution, candidates,
-           confidence_threshold, rule):
-    sampling.check_sampling(temperature, top_k, top_p)
+def _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution, candidates,
+             confidence_threshold, rule):
+    """Checks every argument -> `_Batch`. Raises ValueError that names the argument and what is allowed."""
+    if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens: {max_new_tokens}; must be a whole number of at least 0")
+    config = target.config
+    prompts = _checked_prompts(prompts, config, max_new_tokens)
     verification.get_verification(rule)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: {max_new_tokens}; must be at least 1")
+    temperature = np.asarray(temperature, np.float32)
+    if temperature.shape not in ((), (len(prompts),)):
+        raise ValueError(f"temperature: shape {temperature.shape}; allowed: one number, or one for each of the "
+                         f"{len(prompts)} prompts")
+    temperature = np.broadcast_to(temperature, len(prompts))
+    for t in temperature:
+        sampling.check_sampling(float(t), top_k, top_p)
+    stops = sorted(set(config.stop_tokens if stop_tokens is None else stop_tokens))
+    bad = next((t for t in stops if not 0 <= t < config.vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"stop_tokens: token id {bad} is outside the vocabulary [0, {config.vocab_size})")
+    padded = np.full(_round_up(max(len(stops), 1), STOP_BUCKET), -1, np.int32)
+    padded[:len(stops)] = stops
+    if drafter is None:
+        execution = candidates = None
+    else:
+        execution, candidates = _checked_drafting(drafter, execution, candidates, confidence_threshold)
+    options = decoding.Options(
+        target=config, drafter=drafter.config if drafter else None, top_k=int(top_k), top_p=float(top_p),
+        execution=execution, candidates=candidates, verification=rule, ragged=bool(drafter) and confidence_threshold > 0)
+    return _Batch(options, target, drafter, prompts, int(max_new_tokens), temperature, padded, confidence_threshold, seed)
+
+
+def _checked_prompts(prompts, config, max_new_tokens):
     if not len(prompts):
         raise ValueError("prompts: empty list; give at least one prompt")
-    vocab, context = target.config.vocab_size, target.config.max_position_embeddings
+    vocab, context, checked = config.vocab_size, config.max_position_embeddings, []
     for i, prompt in enumerate(prompts):
         if not hasattr(prompt, "__len__"):
             raise ValueError(f"prompts[{i}]: {prompt!r} is not a list of token ids")
@@ -288,22 +232,20 @@ def _check(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, 
         if len(prompt) + max_new_tokens > context:
             raise ValueError(f"prompts[{i}]: {len(prompt)} tokens and {max_new_tokens} new ones exceed the target's "
                              f"context of {context}")
-    stops = frozenset(target.config.stop_tokens if stop_tokens is None else stop_tokens)
-    bad = sorted(t for t in stops if not 0 <= t < vocab)
-    if bad:
-        raise ValueError(f"stop_tokens: token id {bad[0]} is outside the vocabulary [0, {vocab})")
-    if drafter is not None:
-        if drafter.embedding is None or drafter.head_rows is None:
-            raise ValueError("drafter: was read without its target; use load_drafter(where, target)")
-        c = drafter.config
-        execution = c.execution if execution is None else execution
-        candidates = min(c.candidates, c.draft_vocab_size) if candidates is None else candidates
-        check_execution(c, execution, candidates)
-        if not 0 <= confidence_threshold <= 1:
-            raise ValueError(f"confidence_threshold: {confidence_threshold}; must lie in [0, 1]")
-        if confidence_threshold > 0 and not c.confidence:
-            raise ValueError("confidence_threshold: this drafter has no confidence head; only 0 is allowed")
-    options = Options(target=target.config, drafter=drafter.config if drafter else None, top_k=top_k, top_p=float(top_p),
-                      execution=execution if drafter else None,
-                      candidates=candidates if drafter and execution == "lattice" else None, verification=rule)
-    return options, stops, jnp.float32(confidence_threshold)
+        checked.append(np.array(prompt, np.int32))
+    return checked
+
+
+def _checked_drafting(drafter, execution, candidates, confidence_threshold):
+    """-> (execution, M or None) as they will be run."""
+    if drafter.embedding is None or drafter.head_rows is None:
+        raise ValueError("drafter: was read without its target; use load_drafter(where, target)")
+    c = drafter.config
+    execution = c.execution if execution is None else execution
+    candidates = min(c.candidates, c.draft_vocab_size) if candidates is None else candidates
+    check_execution(c, execution, candidates)
+    if not 0 <= confidence_threshold <= 1:
+        raise ValueError(f"confidence_threshold: {confidence_threshold}; must lie in [0, 1]")
+    if confidence_threshold > 0 and not c.confidence:
+        raise ValueError("confidence_threshold: this drafter has no confidence head; only 0 is allowed")
+    return execution, candidates if execution == "lattice" else None

@@ -5,6 +5,7 @@ B batch, Q new tokens, S cached positions, V vocabulary, D model width, K key/va
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +39,37 @@ class TargetConfig:
     rope_scaling: layers.RopeScaling | None = None
 
 
+class Ragged(NamedTuple):
+    """N tokens of B rows side by side, for rows that process different numbers of tokens, at most Q.
+
+    Token n is slot ``slots[n]`` of row ``rows[n]`` (int [N]); ``index`` int [B, Q] is where a slot lies among the N tokens,
+    and for slots that a row doesn't use where its last one lies.
+    """
+
+    rows: jax.Array
+    slots: jax.Array
+    index: jax.Array
+
+    @classmethod
+    def of(cls, lengths, Q, N):
+        """For rows of ``lengths`` int [B] in 1..Q tokens, sum(lengths) <= N; places behind the last token repeat slots of
+        the last row."""
+        ends = jnp.cumsum(lengths)
+        flat = jnp.arange(N)
+        rows = jnp.minimum(jnp.searchsorted(ends, flat, side="right"), lengths.shape[0] - 1)
+        slots = jnp.minimum(flat - (ends - lengths)[rows], Q - 1)
+        return cls(rows, slots, (ends - lengths)[:, None] + jnp.minimum(jnp.arange(Q), lengths[:, None] - 1))
+
+
 class DecoderLayer(nn.Module):
-    """x += Attention(norm(x)); x += MLP(norm(x)). With a cache, keys and values are written at positions[:, 0]."""
+    """x += Attention(norm(x)); x += MLP(norm(x)). With a cache, keys and values are written at positions[:, 0].
+
+    ``ragged``: x is [N, D], and only attention, which belongs to rows, is done on [B, Q]."""
 
     config: TargetConfig
 
     @nn.compact
-    def __call__(self, x, positions, visible, cache):
+    def __call__(self, x, positions, visible, cache, ragged=None):
         c = self.config
         attention = layers.AttentionProjections(
             c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size, c.rms_norm_eps, c.rope_theta,
@@ -52,9 +77,12 @@ class DecoderLayer(nn.Module):
         y = layers.RMSNorm(c.rms_norm_eps, name="input_layernorm")(x)
         query = attention.queries(y, positions)
         key, value = attention.keys_values(y, positions)
+        if ragged is not None:
+            query, key, value, positions = (a[ragged.index] for a in (query, key, value, positions))
         if cache is not None:
             key, value = (kv.write(old, new, positions[:, 0]) for old, new in zip(cache, (key, value)))
-        x = x + attention.output(layers.attend(query, key, value, visible))
+        mixed = layers.attend(query, key, value, visible)
+        x = x + attention.output(mixed if ragged is None else mixed[ragged.rows, ragged.slots])
         y = layers.RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(x)
         return x + layers.GatedMLP(c.intermediate_size, name="mlp")(y), (key, value)
 
@@ -73,21 +101,22 @@ class Decoder(nn.Module):
         if not c.tie_word_embeddings:
             self.lm_head = layers.dense(c.vocab_size, dot_general=layers.wide_dot_general)
 
-    def __call__(self, tokens, positions, cache=None, taps=()):
+    def __call__(self, tokens, positions, cache=None, taps=(), ragged=None):
         """tokens, positions int [B, Q] (positions of a row are consecutive) ->
 
         final-normed hidden [B, Q, D], list of tapped hidden states [B, Q, D] in the order of ``taps``, new cache.
         Without a cache the call is causal within itself; right padding is harmless because nothing looks ahead.
+        With ``ragged`` (and a cache), [N] and [N, D] stand in place of [B, Q] and [B, Q, D].
         """
-        length = tokens.shape[1] if cache is None else cache[0][0].shape[1]
-        keys = positions[:, None, :] if cache is None else jnp.arange(length)
-        visible = keys <= positions[:, :, None]
+        queries = positions if ragged is None else positions[ragged.index]
+        keys = queries[:, None, :] if cache is None else jnp.arange(cache[0][0].shape[1])
+        visible = keys <= queries[:, :, None]
         x = self.embed_tokens(tokens)
         tapped = {EMBEDDING: x}
         new_cache = []
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"target_layer_{i}"):
-                x, pair = layer(x, positions, visible, None if cache is None else cache[i])
+                x, pair = layer(x, positions, visible, None if cache is None else cache[i], ragged)
             tapped[i] = x
             new_cache.append(pair)
         return self.norm(x), [tapped[t] for t in taps], tuple(new_cache)

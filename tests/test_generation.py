@@ -1,7 +1,6 @@
 """Decoding: what comes out is what the target alone would say, token for token or in law, whatever drafts it."""
 
 import functools
-import itertools
 import re
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import scipy.stats
 
 import dspark_jax as ds
 import pairs
-from dspark_jax import generation, verification
+from dspark_jax import decoding, generation, verification
 
 V, T, STEPS, CONTEXT = 16, 4, 30, 124
 PROMPTS = [[3, 5, 7], [11], [2, 2, 9, 4, 15, 8, 1, 6, 0, 12], [14, 13, 3, 3, 10]]
@@ -179,10 +178,11 @@ def test_stream_is_generate():
     steps = list(ds.stream(target(), drafter(), PROMPTS, max_new_tokens=STEPS, stop_tokens=[]))
     whole = ds.generate(target(), drafter(), PROMPTS, max_new_tokens=STEPS, stop_tokens=[])
     assert steps[0].tokens == [[row[0]] for row in whole.tokens]
-    assert steps[0].accepted == steps[0].proposed == [None] * len(PROMPTS)
-    for row in range(len(PROMPTS)):
-        assert list(itertools.chain(*(s.tokens[row] for s in steps))) == whole.tokens[row]
-        assert [s.accepted[row] for s in steps if s.accepted[row] is not None] == whole.accepted[row]
+    assert steps[0].accepted == steps[0].proposed == [[]] * len(PROMPTS)
+    assert all(len(accepted) <= 1 for step in steps for accepted in step.accepted)
+    assert ds.Result.join(steps) == whole
+    few = list(ds.stream(target(), drafter(), PROMPTS, max_new_tokens=STEPS, stop_tokens=[], rounds=4))
+    assert ds.Result.join(few) == whole and len(few) == 1 + -(-(len(steps) - 1) // 4)
 
 
 # ------------------------------------------------------------------------------------------------------------ sampled
@@ -302,7 +302,7 @@ def test_the_law_test_can_fail(monkeypatch):
 
 def test_few_programs_are_compiled():
     """Within a bucket nothing is compiled again, whatever the lengths, acceptance, temperature and stop tokens."""
-    counters = (generation._prefill, generation._round, generation._plain_step)
+    counters = (decoding.prefill, decoding.decode)
     for f in counters:
         f.clear_cache()  # other tests may have run the same shapes
     rng, before = np.random.default_rng(0), [f._cache_size() for f in counters]
@@ -312,11 +312,11 @@ def test_few_programs_are_compiled():
         prompts = [rng.integers(0, V, n).tolist() for n in lengths * 2]
         ds.generate(target(), drafter(), prompts, max_new_tokens=limit, temperature=temperature, stop_tokens=stops,
                     seed=limit)
-    assert growth() == [1, 1, 0]
+    assert growth() == [1, 1]
     longer, before = [[1] * 65, [2], [3] * 9, [4]], [f._cache_size() for f in counters]
     for limit in (20, 59):
         ds.generate(target(), drafter(), longer, max_new_tokens=limit)  # the next bucket of prompts, the same cache
-    assert growth() == [1, 0, 0]
+    assert growth() == [1, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -333,7 +333,9 @@ def test_few_programs_are_compiled():
     (dict(prompts=[1, 2]), "prompts[0]: 1 is not a list of token ids"),
     (dict(prompts=[[1] * 125]), "prompts[0]: 125 tokens and 8 new ones exceed the target's context of 124"),
     (dict(prompts=[[1] * 117]), "prompts[0]: 117 tokens and 8 new ones exceed the target's context of 124"),
-    (dict(max_new_tokens=0), "max_new_tokens: 0; must be at least 1"),
+    (dict(max_new_tokens=-1), "max_new_tokens: -1; must be a whole number of at least 0"),
+    (dict(temperature=[0.0, 1.0]), "temperature: shape (2,); allowed: one number, or one for each of the 1 prompts"),
+    (dict(temperature=[-1.0]), "temperature: got -1.0; allowed: finite numbers >= 0"),
     (dict(temperature=-0.5), "temperature: got -0.5; allowed: finite numbers >= 0, 0 for greedy decoding"),
     (dict(temperature=float("nan")), "temperature: got nan; allowed: finite numbers >= 0"),
     (dict(top_k=-1), "top_k: got -1; allowed: whole numbers >= 0"),

@@ -78,20 +78,17 @@ def main(argv):
 def show(target, drafter, prompt, colour, **options):
     """Decodes one prompt and prints its text as it comes -> (`ds.Result`, seconds)."""
     text = TextStream(target.tokenizer)
-    tokens, accepted, proposed = [], [], []
+    parts = []
     began = time.perf_counter()
-    for step in ds.stream(target, drafter, [prompt], **options):
-        new, drafts = step.tokens[0], step.accepted[0]
-        if drafts is not None:
-            accepted.append(drafts)
-            proposed.append(step.proposed[0])
-        tokens += new
-        drafted = text.push(new[:drafts or 0])
+    for part in ds.stream(target, drafter, [prompt], **options):
+        parts.append(part)
+        new, drafts = part.tokens[0], sum(part.accepted[0])
+        drafted = text.push(new[:drafts])
         print(f"{_GREEN}{drafted}{_RESET}" if colour and drafted else drafted, end="")
-        print(text.push(new[drafts or 0:]), end="", flush=True)
+        print(text.push(new[drafts:]), end="", flush=True)
     seconds = time.perf_counter() - began
     print(text.finish())
-    return ds.Result([tokens], [accepted], [proposed]), seconds
+    return ds.Result.join(parts), seconds
 
 
 def summary(measured) -> str:

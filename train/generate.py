@@ -44,17 +44,17 @@ def main(argv):
     tokenizer = target.tokenizer
     prompt = tokenizer.encode(_PROMPT.value) if _RAW.value else tokenizer.chat(
         [{"role": "user", "content": _PROMPT.value}])
-    text, rounds = TextStream(tokenizer), []
-    for step in ds.stream(
+    text, parts = TextStream(tokenizer), []
+    for part in ds.stream(
             target, drafter, [prompt], max_new_tokens=_MAX_NEW_TOKENS.value, temperature=_TEMPERATURE.value,
             top_k=_TOP_K.value, top_p=_TOP_P.value, seed=_SEED.value, execution=_EXECUTION.value,
             candidates=_CANDIDATES.value, confidence_threshold=_CONFIDENCE_THRESHOLD.value):
-        print(text.push(step.tokens[0]), end="", flush=True)
-        if step.accepted[0] is not None:
-            rounds.append(step.accepted[0] + 1)
+        parts.append(part)
+        print(text.push(part.tokens[0]), end="", flush=True)
     print(text.finish())
-    if rounds:
-        print(f"accepted length {sum(rounds) / len(rounds):.2f} over {len(rounds)} rounds", file=sys.stderr)
+    if drafter:
+        result = ds.Result.join(parts)
+        print(f"accepted length {result.accepted_length:.2f} over {len(result.accepted[0])} rounds", file=sys.stderr)
 
 
 if __name__ == "__main__":

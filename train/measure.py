@@ -117,13 +117,14 @@ def merge(measurements) -> Measurement:
     """The measurement over the prompts of all of them, at least one, made with the same settings."""
     return dataclasses.replace(
         measurements[0],
-        result=_join([m.result for m in measurements]), seconds=sum(m.seconds for m in measurements),
-        plain=_join([m.plain for m in measurements]) if measurements[0].plain else None,
+        result=_side_by_side([m.result for m in measurements]), seconds=sum(m.seconds for m in measurements),
+        plain=_side_by_side([m.plain for m in measurements]) if measurements[0].plain else None,
         plain_seconds=sum(m.plain_seconds for m in measurements))
 
 
-def _join(results):
-    return ds.Result(*(sum((getattr(r, field) for r in results), []) for field in ("tokens", "accepted", "proposed")))
+def _side_by_side(results):
+    names = [field.name for field in dataclasses.fields(ds.Result)]
+    return ds.Result(*(sum((getattr(r, name) for r in results), []) for name in names))
 
 
 def _count(result):

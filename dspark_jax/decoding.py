@@ -1,0 +1,270 @@
+"""The compiled programs of decoding: one pass over the prompts, and rounds in one `lax.while_loop`.
+
+State of a row: the target has processed positions 0 .. start-1; the token at position ``start`` is the *anchor*, already
+committed but not processed. A round drafts T tokens behind the anchor, lets the target process anchor and drafts in one
+pass, keeps m of them by a verification rule and commits one more token of the target's own: the next anchor.
+Plain decoding is the round without drafts. Rows of both caches behind ``start + m`` hold rejected drafts; nothing sees
+them before the next round overwrites them.
+
+What is compiled depends on `Options` and shapes alone: never on prompts, accepted lengths, temperatures or stop tokens.
+
+B batch, T draft positions (0 for plain decoding), Q = T+1 tokens a row verifies at most, N tokens verified in a round, S
+cache length, L longest output, V vocabulary.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import cache as kv
+from dspark_jax import sampling, verification
+from dspark_jax.drafter import DrafterConfig, DrafterModule, propose
+from dspark_jax.target import Decoder, Ragged, TargetConfig
+
+BUCKETS = 4  # numbers of tokens that a round with fewer drafts can be compiled for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a compiled program depends on besides shapes. ``ragged``: rows may verify fewer drafts than T."""
+
+    target: TargetConfig
+    drafter: DrafterConfig | None
+    top_k: int
+    top_p: float
+    execution: str | None
+    candidates: int | None
+    verification: str
+    ragged: bool
+
+    @property
+    def block_length(self):
+        """T."""
+        return self.drafter.block_length if self.drafter else 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked of a batch: ``temperature`` float32 [B], ``limit`` int32 [] new tokens, ``stops`` int32 [any], padded
+    with -1, ``threshold`` float32 []."""
+
+    temperature: jax.Array
+    limit: jax.Array
+    stops: jax.Array
+    threshold: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """``anchors``, ``starts`` int32 [B]; both caches; one PRNG key a row; and what was said so far:
+
+    ``tokens`` int32 [B, L+T] with ``produced`` int32 [B] of them committed; ``done`` and ``finite`` bool [B]; of round r <
+    ``rounds`` int32 []: ``accepted`` and ``proposed`` int32 [L, B], -1 where the row was done, and the raw ``confidence``
+    logits float32 [L, B, T]; all three None where nothing is drafted, the last without a confidence head.
+    """
+
+    anchors: jax.Array
+    starts: jax.Array
+    target_cache: tuple
+    draft_cache: tuple
+    keys: jax.Array
+    tokens: jax.Array
+    produced: jax.Array
+    done: jax.Array
+    finite: jax.Array
+    rounds: jax.Array
+    accepted: jax.Array | None
+    proposed: jax.Array | None
+    confidence: jax.Array | None
+
+
+def _split(keys, parts):
+    """[B] keys -> ``parts`` arrays of [B] keys. Each row has its own stream, whatever shares its batch."""
+    return tuple(jnp.moveaxis(jax.vmap(lambda k: jax.random.split(k, parts))(keys), 1, 0))
+
+
+def _process(options, params, tokens, positions, cache, ragged=None):
+    """The target on ``tokens`` -> (final-normed hidden [..., D], features [..., taps * D] or None, cache)."""
+    taps = options.drafter.target_layer_ids if options.drafter else ()
+    with jax.named_scope("verify"):
+        hidden, tapped, cache = Decoder(options.target).apply({"params": params}, tokens, positions, cache, taps, ragged)
+    return hidden, jnp.concatenate(tapped, axis=-1) if taps else None, cache
+
+
+def _logits(options, params, hidden):
+    with jax.named_scope("verify_head"):
+        return Decoder(options.target).apply({"params": params}, hidden, method=Decoder.logits)
+
+
+def _draw(options, keys, logits, temperature):
+    """One token per row from the target's law: keys [B], logits [B, V]."""
+    return jax.vmap(sampling.draw)(keys, sampling.probabilities(logits, temperature, options.top_k, options.top_p))
+
+
+def _finite(x):
+    """bool [B]: no NaN and no infinity in row b of x [B, ...]."""
+    return jnp.all(jnp.isfinite(x), axis=range(1, x.ndim))
+
+
+def _extend_context(options, weights, features, starts, cache):
+    """Write the draft keys and values of newly processed positions starts + 0..Q-1: features [B, Q, taps * D]."""
+    positions = starts[:, None] + jnp.arange(features.shape[1])
+    with jax.named_scope("commit"):
+        pairs = DrafterModule(options.drafter).apply(
+            {"params": weights["params"]}, features, positions, method=DrafterModule.context)
+        return tuple(tuple(kv.write(old, new, starts) for old, new in zip(olds, news)) for olds, news in zip(cache, pairs))
+
+
+def _commit(state, request, active, new, count):
+    """Append new[b, :count[b]] (int [B, Q]) to the rows that are ``active``, up to a stop token or the limit."""
+    slot = jnp.arange(new.shape[1])
+    stop = jnp.any(new[..., None] == request.stops, axis=-1) & (slot < count[:, None])
+    stopped = jnp.any(stop, axis=-1)
+    count = jnp.where(stopped, jnp.argmax(stop, axis=-1) + 1, count)
+    # The whole of ``new`` is written: what lies behind ``count`` is overwritten by the next round, or never read.
+    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(state.tokens, new, state.produced)
+    produced = jnp.minimum(state.produced + count, request.limit)
+    return {"tokens": jnp.where(active[:, None], put, state.tokens),
+            "produced": jnp.where(active, produced, state.produced),
+            "done": state.done | (active & (stopped | (produced >= request.limit)))}
+
+
+@functools.partial(jax.jit, static_argnames=("options", "length"), donate_argnames=("target_cache", "draft_cache"))
+def prefill(options, target, weights, prompts, lengths, keys, request, target_cache, draft_cache, length):
+    """Prompts int [B, P], right-padded, lengths int [B] -> `State` whose anchor is the first new token.
+
+    target, weights: the arrays of target and drafter; length: L.
+    """
+    B, P = prompts.shape
+    T = options.block_length
+    positions = jnp.broadcast_to(jnp.arange(P), (B, P))
+    hidden, features, target_cache = _process(options, target, prompts, positions, target_cache)
+    if options.drafter:
+        draft_cache = _extend_context(options, weights, features, jnp.zeros_like(lengths), draft_cache)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    logits = _logits(options, target, last)
+    keys, now = _split(keys, 2)
+    anchors = _draw(options, now, logits, request.temperature)
+    record = jnp.full((length, B), -1, jnp.int32) if T else None
+    sure = jnp.zeros((length, B, T), jnp.float32) if T and options.drafter.confidence else None
+    nothing = jnp.zeros(B, jnp.int32)
+    state = State(anchors, lengths, target_cache, draft_cache, keys, jnp.zeros((B, length + T), jnp.int32), nothing,
+                  jnp.zeros(B, bool), _finite(logits), jnp.int32(0), record, record, sure)
+    first = _commit(state, request, ~state.done, anchors[:, None], jnp.ones(B, jnp.int32))
+    return dataclasses.replace(state, **first)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "step"), donate_argnames=("state",))
+def decode(options, target, weights, state, request, rounds, step=None):
+    """At most ``rounds`` (int []) further rounds, fewer where all rows are done or one is not finite -> `State`.
+
+    step: what a round is, a function with the signature of `draft_round`; None: `plain_round` or `draft_round`.
+    """
+    step = step or (draft_round if options.drafter else plain_round)
+    end = state.rounds + rounds
+
+    def going_on(state):
+        return (state.rounds < end) & ~jnp.all(state.done) & jnp.all(state.finite)
+
+    return jax.lax.while_loop(going_on, lambda state: step(options, target, weights, state, request), state)
+
+
+def plain_round(options, target, weights, state, request):
+    """Process the anchor, draw the next token."""
+    active = ~state.done
+    hidden, _, cache = _process(options, target, state.anchors[:, None], state.starts[:, None], state.target_cache)
+    logits = _logits(options, target, hidden[:, 0])
+    keys, now = _split(state.keys, 2)
+    anchors = _draw(options, now, logits, request.temperature)
+    return dataclasses.replace(
+        state, anchors=anchors, starts=state.starts + active, target_cache=cache, keys=keys,
+        finite=state.finite & _finite(logits), rounds=state.rounds + 1,
+        **_commit(state, request, active, anchors[:, None], jnp.ones_like(anchors)))
+
+
+def draft_round(options, target, weights, state, request, propose=propose):
+    """Draft, verify, commit: one round of all rows. ``propose`` has the signature of `drafter.propose`."""
+    active = ~state.done
+    keys, draft_keys, verify_keys = _split(state.keys, 3)
+    T = options.block_length
+    proposal = propose(options.drafter, weights["params"], weights["embedding"], weights["head_rows"],
+                       weights["draft_to_target"], state.draft_cache, state.anchors, state.starts, draft_keys,
+                       request.temperature, options.execution, options.candidates)
+    proposed = _lengths(options, proposal.confidence, request, active)
+    block = jnp.concatenate([state.anchors[:, None], proposal.tokens], axis=1)
+    p, finite, features, target_cache = _verify(
+        options, target, block, state.starts, state.target_cache, proposed, request.temperature)
+    with jax.named_scope("rule"):
+        rule = verification.get_verification(options.verification)
+        accepted, following = jax.vmap(rule)(verify_keys, p, proposal.tokens, proposal.q, proposed)
+    draft_cache = _extend_context(options, weights, features, state.starts, state.draft_cache)
+    slot = jnp.arange(T + 1)
+    new = jnp.where(slot == accepted[:, None], following[:, None], jnp.pad(proposal.tokens, ((0, 0), (0, 1))))
+    committed = _commit(state, request, active, new, accepted + 1)
+    # A row ends at an accepted stop token: what lies behind it was never proposed.
+    drafted_stop = jnp.any(new[..., None] == request.stops, axis=-1) & (slot < accepted[:, None])
+    ended = jnp.any(drafted_stop, axis=-1)
+    last = jnp.argmax(drafted_stop, axis=-1) + 1
+    q = jax.tree.leaves(proposal.q)[-1]
+
+    def record(table, values):
+        return table.at[state.rounds].set(jnp.where(active, values, -1))
+
+    return State(
+        anchors=jnp.where(active, following, state.anchors), starts=state.starts + active * (accepted + 1),
+        target_cache=target_cache, draft_cache=draft_cache, keys=keys, **committed,
+        finite=state.finite & finite & _finite(q), rounds=state.rounds + 1,
+        accepted=record(state.accepted, jnp.where(ended, last, accepted)),
+        proposed=record(state.proposed, jnp.where(ended, last, proposed)),
+        confidence=None if state.confidence is None else state.confidence.at[state.rounds].set(proposal.confidence))
+
+
+def _lengths(options, confidence, request, active):
+    """How many drafts of each row are put to verification: int32 [B]."""
+    if not options.ragged:
+        return jnp.full(active.shape, options.block_length, jnp.int32)
+    sure = jax.nn.sigmoid(confidence) >= request.threshold
+    return jnp.sum(jnp.cumprod(sure.astype(jnp.int32), axis=-1), axis=-1) * active
+
+
+def _verify(options, params, block, starts, cache, proposed, temperature):
+    """The target's laws after the anchor and after each draft that is put to verification.
+
+    block int [B, Q], proposed int [B] -> p float32 [B, Q, V], finite bool [B], features [B, Q, taps * D], cache; what lies
+    behind slot proposed[b] is arbitrary. Where rows propose less than T, the tokens of all rows are put side by side and the
+    smallest compiled bucket that holds them is run.
+    """
+    B, Q = block.shape
+    positions = starts[:, None] + jnp.arange(Q)
+
+    def laws(hidden, temperature):
+        logits = _logits(options, params, hidden)
+        return sampling.probabilities(logits, temperature, options.top_k, options.top_p), jnp.all(jnp.isfinite(logits), -1)
+
+    def all_drafts(cache):
+        hidden, features, cache = _process(options, params, block, positions, cache)
+        p, finite = laws(hidden, temperature[:, None])
+        return p, jnp.all(finite, axis=-1), features, cache
+
+    def some_drafts(N, cache):
+        places = Ragged.of(proposed + 1, Q, N)
+        at = places.rows, places.slots
+        hidden, features, cache = _process(options, params, block[at], positions[at], cache, places)
+        p, finite = laws(hidden, temperature[places.rows])
+        return p[places.index], jnp.all(finite[places.index], axis=-1), features[places.index], cache
+
+    if not options.ragged:
+        return all_drafts(cache)
+    sizes = buckets(B, Q - 1)
+    smallest = jnp.searchsorted(jnp.array(sizes), jnp.sum(proposed) + B)
+    branches = [functools.partial(some_drafts, N) for N in sizes[:-1]] + [all_drafts]
+    return jax.lax.switch(smallest, branches, cache)
+
+
+def buckets(B, T):
+    """Numbers of tokens, from B (no drafts) to B (T+1), that a round with fewer drafts is compiled for."""
+    return sorted({B + -(-B * T * i // BUCKETS) for i in range(BUCKETS + 1)})
