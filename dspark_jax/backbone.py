@@ -172,7 +172,7 @@ class Backbone(nn.Module):
     config: BackboneConfig
 
     def setup(self):
-        self.fc = layers.dense(self.config.hidden_size)
+        self.fc = layers.Linear(self.config.hidden_size)
         self.hidden_norm = layers.RMSNorm(self.config.rms_norm_eps)
         self.layers = [
             BackboneLayer(self.config, self.config.attention_of(i)) for i in range(self.config.num_hidden_layers)]

@@ -87,6 +87,16 @@ class DecoderLayer(nn.Module):
         return x + layers.GatedMLP(c.intermediate_size, name="mlp")(y), (key, value)
 
 
+class OutputTable(nn.Module):
+    """An output table [vocab_size, width] of its own, where it is not the embedding."""
+
+    vocab_size: int
+
+    @nn.compact
+    def __call__(self, width):
+        return self.param("weight", nn.initializers.normal(0.02), (self.vocab_size, width))
+
+
 class Decoder(nn.Module):
     """A pre-norm decoder. Layers are unrolled, not scanned: a scan copies each layer's weights before it uses them,
     which on a CPU doubles the time of a decoding step."""
@@ -99,7 +109,7 @@ class Decoder(nn.Module):
         self.layers = [DecoderLayer(c) for _ in range(c.num_hidden_layers)]
         self.norm = layers.RMSNorm(c.rms_norm_eps)
         if not c.tie_word_embeddings:
-            self.lm_head = layers.dense(c.vocab_size, dot_general=layers.wide_dot_general)
+            self.lm_head = OutputTable(c.vocab_size)
 
     def __call__(self, tokens, positions, cache=None, taps=(), ragged=None):
         """tokens, positions int [B, Q] (positions of a row are consecutive) ->
@@ -123,9 +133,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden):
         """Final-normed hidden [..., D] -> [..., V], in float32 or wider."""
-        if self.config.tie_word_embeddings:
-            return layers.table_logits(hidden, self.embed_tokens.embedding)
-        return self.lm_head(hidden)
+        tied = self.config.tie_word_embeddings
+        return layers.table_logits(hidden, self.embed_tokens.embedding if tied else self.lm_head(hidden.shape[-1]))
 
     def everything(self, tokens):  # init must touch every parameter
         hidden, _, _ = self(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
@@ -170,7 +179,7 @@ class Target:
 
     def head_rows(self):
         """The output table [V, D]: logits = hidden @ head_rows().T."""
-        return self.embedding() if self.config.tie_word_embeddings else self.params["lm_head"]["kernel"].T
+        return self.embedding() if self.config.tie_word_embeddings else self.params["lm_head"]["weight"]
 
     def _checked(self, tokens):
         tokens = np.asarray(tokens)

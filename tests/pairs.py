@@ -54,8 +54,6 @@ def target(name):
             parts = [f"layers_{parts[1]}", *parts[2:]]
         if parts[0] == "embed_tokens":
             parts[-1] = "embedding"
-        elif array.ndim == 2:
-            parts[-1], array = "kernel", array.T
         tree[tuple(parts)] = jnp.asarray(array)
     assert {p: a.shape for p, a in tree.items()} == {
         p: a.shape for p, a in traverse_util.flatten_dict(abstract_target_params(ours)).items()}
@@ -145,9 +143,11 @@ def random_target(seed=0, vocab_size=48, hidden_size=32, layers=2, heads=4, kv_h
     def draw(path, leaf):
         if leaf.ndim == 1:
             return jnp.ones(leaf.shape)
-        spread = {"embed_tokens": 1.0, "lm_head": head_spread}.get(path[0].key, leaf.shape[0] ** -0.5)
+        spread = {"embed_tokens": 1.0, "lm_head": head_spread}.get(path[0].key, leaf.shape[1] ** -0.5)
         spread *= depth if path[-2].key in ("o_proj", "down_proj") else 1.0
-        return jnp.asarray(rng.normal(size=leaf.shape) * spread, jnp.float32)
+        linear = path[0].key != "embed_tokens"
+        array = rng.normal(size=leaf.shape[::-1]).T if linear else rng.normal(size=leaf.shape)
+        return jnp.asarray(array * spread, jnp.float32)
 
     return ds.Target(config, jax.tree_util.tree_map_with_path(draw, abstract_target_params(config)))
 
@@ -166,9 +166,11 @@ def random_drafter(pair_target, seed=1, draft_ids=None, heads=2, kv_heads=1, lay
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        if path[-1].key == "weight":  # of a norm
+        if path[-1].key == "weight" and leaf.ndim == 1:  # of a norm
             return jnp.ones(leaf.shape)
-        return jnp.asarray(rng.normal(size=leaf.shape) * 0.3, jnp.float32)  # so wide that term and context matter
+        linear = path[-1].key == "weight"
+        array = rng.normal(size=leaf.shape[::-1]).T if linear else rng.normal(size=leaf.shape)
+        return jnp.asarray(array * 0.3, jnp.float32)  # so wide that term and context matter
 
     params = jax.tree_util.tree_map_with_path(draw, drafter_lib.abstract_params(config))
     return drafter_lib.attach(config, params, pair_target, draft_ids)

@@ -226,7 +226,7 @@ def tiny_gguf(path, change=None):
         attention = {f"attn_{ours}": layer["self_attn"][f"{ours[0]}_proj"] for ours in ("q", "k", "v", "output")}
         mlp = {f"ffn_{part}": layer["mlp"][f"{part}_proj"] for part in ("gate", "up", "down")}
         for name, node in (norms | attention | mlp).items():
-            array = node["weight"] if "weight" in node else node["kernel"].T
+            array = node["weight"]
             if name in ("attn_q", "attn_k"):  # back to interleaved order
                 array = array.reshape(-1, 2, c.head_dim // 2, c.hidden_size).swapaxes(1, 2).reshape(array.shape)
             tensors[f"blk.{i}.{name}.weight"] = array

@@ -498,5 +498,5 @@ def test_every_published_name_is_used_once():
                    dict(transition="recurrent")):
         drafter = pairs.random_drafter(pairs.random_target(), layers=2, **fields)
         assert len(pairs.to_published(drafter.params)) == len(jax.tree.leaves(drafter.params))
-    assert huggingface.published_name(("backbone", "layers_0", "mlp", "up_proj", "kernel")) == (
-        "layers.0.mlp.up_proj.weight", True)
+    assert huggingface.published_name(("backbone", "layers_0", "mlp", "up_proj", "weight")) == (
+        "layers.0.mlp.up_proj.weight", False)

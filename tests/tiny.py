@@ -24,7 +24,7 @@ def target(context=2048):
     for i in range(config.num_hidden_layers):
         layer = params[f"layers_{i}"]
         for output in (layer["self_attn"]["o_proj"], layer["mlp"]["down_proj"]):
-            output["kernel"] = jnp.zeros_like(output["kernel"])
+            output["weight"] = jnp.zeros_like(output["weight"])
     return Target(config, params, tokenizer)
 
 

@@ -12,16 +12,16 @@ import numpy as np
 
 from dspark_jax.target import TargetConfig
 
-_TENSORS = {  # name inside a block -> (path inside a layer, is a linear map)
-        "attn_norm": (("input_layernorm", "weight"), False),
-        "ffn_norm": (("post_attention_layernorm", "weight"), False),
-        "attn_q": (("self_attn", "q_proj", "kernel"), True),
-        "attn_k": (("self_attn", "k_proj", "kernel"), True),
-        "attn_v": (("self_attn", "v_proj", "kernel"), True),
-        "attn_output": (("self_attn", "o_proj", "kernel"), True),
-        "ffn_gate": (("mlp", "gate_proj", "kernel"), True),
-        "ffn_up": (("mlp", "up_proj", "kernel"), True),
-        "ffn_down": (("mlp", "down_proj", "kernel"), True),
+_TENSORS = {  # name inside a block -> path inside a layer
+        "attn_norm": ("input_layernorm", "weight"),
+        "ffn_norm": ("post_attention_layernorm", "weight"),
+        "attn_q": ("self_attn", "q_proj", "weight"),
+        "attn_k": ("self_attn", "k_proj", "weight"),
+        "attn_v": ("self_attn", "v_proj", "weight"),
+        "attn_output": ("self_attn", "o_proj", "weight"),
+        "ffn_gate": ("mlp", "gate_proj", "weight"),
+        "ffn_up": ("mlp", "up_proj", "weight"),
+        "ffn_down": ("mlp", "down_proj", "weight"),
 }
 
 
@@ -75,17 +75,17 @@ def read_target(path):
     params = {"embed_tokens": {"embedding": jnp.asarray(take("token_embd.weight", (v, d)))},
               "norm": {"weight": jnp.asarray(take("output_norm.weight", (d,)))}}
     if not config.tie_word_embeddings:
-        params["lm_head"] = {"kernel": jnp.asarray(take("output.weight", (v, d)).T)}
+        params["lm_head"] = {"weight": jnp.asarray(take("output.weight", (v, d)))}
     for i in range(config.num_hidden_layers):
         layer = params[f"layers_{i}"] = {}
-        for name, (where, linear) in _TENSORS.items():
+        for name, where in _TENSORS.items():
             array = take(f"blk.{i}.{name}.weight", shapes[name])
             if name in ("attn_q", "attn_k"):
                 array = half_split_rows(array, config.head_dim)
             node = layer
             for part in where[:-1]:
                 node = node.setdefault(part, {})
-            node[where[-1]] = jnp.asarray(np.ascontiguousarray(array.T) if linear else array)
+            node[where[-1]] = jnp.asarray(array)
     if tensors:
         raise ValueError(f"{path}: unknown tensors {sorted(tensors)[:5]}")
     return config, params, metadata

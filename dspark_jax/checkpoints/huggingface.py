@@ -37,13 +37,11 @@ _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's
 
 
 def published_name(path):
-    """('backbone', 'layers_0', 'mlp', 'up_proj', 'kernel') -> ('layers.0.mlp.up_proj.weight', stored transposed)."""
+    """('backbone', 'layers_0', 'mlp', 'up_proj', 'weight') -> ('layers.0.mlp.up_proj.weight', stored transposed)."""
     head = _HEADS.get("/".join(path))
     if head:
         return head
     parts = [p.replace("layers_", "layers.") for p in path[1:]]
-    if parts[-1] == "kernel":
-        return ".".join([*parts[:-1], "weight"]), True
     if parts[-1] == "kernel_projection":
         return ".".join([*parts, "weight"]), True
     return ".".join(parts), False

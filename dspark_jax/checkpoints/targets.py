@@ -59,13 +59,12 @@ def _stop_tokens(directory, config, vocab_size):
     return ()
 
 
-def published_name(path) -> tuple[str, bool]:
-    """('layers_0', 'mlp', 'up_proj', 'kernel') -> ('model.layers.0.mlp.up_proj.weight', stored transposed)."""
+def published_name(path) -> str:
+    """('layers_0', 'mlp', 'up_proj', 'weight') -> 'model.layers.0.mlp.up_proj.weight'."""
     parts = [part.replace("layers_", "layers.") for part in path]
-    transposed = parts[-1] == "kernel"
-    if transposed or parts[-1] == "embedding":
+    if parts[-1] == "embedding":
         parts[-1] = "weight"
-    return ".".join(parts if parts[0] == "lm_head" else ["model", *parts]), transposed
+    return ".".join(parts if parts[0] == "lm_head" else ["model", *parts])
 
 
 def read_target(directory, dtype=None) -> tuple[TargetConfig, dict]:
@@ -95,8 +94,7 @@ def _entries(config):
     """How every parameter of a target is stored: {path: (Entry, our shape)}."""
     entries = {}
     for path, leaf in traverse_util.flatten_dict(abstract_params(config)).items():
-        name, transposed = published_name(path)
-        entries[path] = tensors.Entry.of(name, leaf.shape, transposed), leaf.shape
+        entries[path] = tensors.Entry.of(published_name(path), leaf.shape), leaf.shape
     return entries
 
 

@@ -1,6 +1,6 @@
 """From the tensors of a directory to a parameter tree and back, strictly: every tensor is expected, and used once.
 
-Linear weights are stored [out, in]; ours are [in, out].
+Linear weights are [out, in] here and there; the few of ours that are not say so.
 """
 
 import collections
