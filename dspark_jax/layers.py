@@ -77,17 +77,26 @@ def rotate(x, positions, theta, scaling=None):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(query, key, value, visible):
-    """Grouped-query attention, softmax(q.k / sqrt(C)) v where ``visible`` bool [..., Q, S] allows it.
+def apart(x):
+    """x; on a CPU behind a barrier, where XLA would fold transpositions into products that are then several times slower."""
+    return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
-    query [..., Q, H, C], key and value [..., S, K, C] -> [..., Q, H*C]; scores in float32.
+
+def attend(query, key, value, visible):
+    """Grouped-query attention, softmax(q.k / sqrt(C)) v where ``visible`` bool [B, Q, S] allows it.
+
+    query [B, Q, H, C], key and value [B, K, S, C] -> [B, Q, H*C]; scores in float32. Both products run over the B K heads as
+    plain matrix products, [S, C] times the queries as columns and weights times [S, C], which is what a CPU does well.
     """
-    kv_heads, width = key.shape[-2:]
-    query = query.reshape(*query.shape[:-2], kv_heads, query.shape[-2] // kv_heads, width)
-    scores = jnp.einsum("...QKGC,...SKC->...KGQS", query, key, preferred_element_type=jnp.float32) * width**-0.5
-    weights = jax.nn.softmax(jnp.where(visible[..., None, None, :, :], scores, MASKED), axis=-1)
-    mixed = jnp.einsum("...KGQS,...SKC->...QKGC", weights.astype(value.dtype), value)
-    return mixed.reshape(*mixed.shape[:-3], -1)
+    B, Q, H, C = query.shape
+    K, S = key.shape[1:3]
+    G = H // K
+    columns = query.reshape(B, Q, K, G, C).transpose(0, 2, 4, 3, 1).reshape(B * K, C, G * Q)
+    scores = apart(jnp.matmul(key.reshape(B * K, S, C), apart(columns), preferred_element_type=jnp.float32)) * C**-0.5
+    scores = scores.reshape(B, K, S, G, Q).transpose(0, 1, 3, 4, 2)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1).astype(value.dtype)
+    mixed = apart(jnp.matmul(apart(weights.reshape(B * K, G * Q, S)), value.reshape(B * K, S, C)))
+    return mixed.reshape(B, H, Q, C).swapaxes(1, 2).reshape(B, Q, H * C)
 
 
 def linear(x, weight, dtype=None):
@@ -98,12 +107,10 @@ def linear(x, weight, dtype=None):
     common = jnp.result_type(x, weight)
     x, weight, dtype = x.astype(common), weight.astype(common), dtype or common
     rows = math.prod(x.shape[:-1])
-    if not 0 < rows <= FEW_ROWS or jax.default_backend() != "cpu":
+    if not 0 < rows <= FEW_ROWS:
         return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
-    # W x^T, which XLA on a CPU would turn back into the slower x W^T if it could see the transpositions.
-    columns = jax.lax.optimization_barrier(x.reshape(rows, x.shape[-1]).T)
-    y = jax.lax.optimization_barrier(jnp.dot(weight, columns, preferred_element_type=dtype))
-    return y.T.reshape(*x.shape[:-1], -1)
+    columns = apart(x.reshape(rows, x.shape[-1]).T)
+    return apart(jnp.dot(weight, columns, preferred_element_type=dtype)).T.reshape(*x.shape[:-1], -1)
 
 
 def table_logits(hidden, rows):

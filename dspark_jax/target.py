@@ -80,11 +80,14 @@ class DecoderLayer(nn.Module):
         if ragged is not None:
             query, key, value, positions = (a[ragged.index] for a in (query, key, value, positions))
         if cache is not None:
-            key, value = (kv.write(old, new, positions[:, 0]) for old, new in zip(cache, (key, value)))
+            key, value = cache = layers.apart(
+                tuple(kv.write(old, new, positions[:, 0]) for old, new in zip(cache, (key, value))))
+        else:
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         mixed = layers.attend(query, key, value, visible)
         x = x + attention.output(mixed if ragged is None else mixed[ragged.rows, ragged.slots])
         y = layers.RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(x)
-        return x + layers.GatedMLP(c.intermediate_size, name="mlp")(y), (key, value)
+        return x + layers.GatedMLP(c.intermediate_size, name="mlp")(y), cache
 
 
 class OutputTable(nn.Module):
@@ -114,12 +117,12 @@ class Decoder(nn.Module):
     def __call__(self, tokens, positions, cache=None, taps=(), ragged=None):
         """tokens, positions int [B, Q] (positions of a row are consecutive) ->
 
-        final-normed hidden [B, Q, D], list of tapped hidden states [B, Q, D] in the order of ``taps``, new cache.
+        final-normed hidden [B, Q, D], list of tapped hidden states [B, Q, D] in the order of ``taps``, new cache or None.
         Without a cache the call is causal within itself; right padding is harmless because nothing looks ahead.
         With ``ragged`` (and a cache), [N] and [N, D] stand in place of [B, Q] and [B, Q, D].
         """
         queries = positions if ragged is None else positions[ragged.index]
-        keys = queries[:, None, :] if cache is None else jnp.arange(cache[0][0].shape[1])
+        keys = queries[:, None, :] if cache is None else jnp.arange(cache[0][0].shape[2])
         visible = keys <= queries[:, :, None]
         x = self.embed_tokens(tokens)
         tapped = {EMBEDDING: x}
@@ -129,7 +132,7 @@ class Decoder(nn.Module):
                 x, pair = layer(x, positions, visible, None if cache is None else cache[i], ragged)
             tapped[i] = x
             new_cache.append(pair)
-        return self.norm(x), [tapped[t] for t in taps], tuple(new_cache)
+        return self.norm(x), [tapped[t] for t in taps], None if cache is None else tuple(new_cache)
 
     def logits(self, hidden):
         """Final-normed hidden [..., D] -> [..., V], in float32 or wider."""

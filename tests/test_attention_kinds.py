@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax import cache as kv
 from dspark_jax import drafter as drafter_lib
 from dspark_jax import layers
 from dspark_jax.backbone import Attention, Backbone, BackboneConfig, attend_context_and_block, restrict
@@ -85,7 +86,9 @@ def test_training_and_cached_decoding_agree(kind, layout):
         positions = jnp.broadcast_to(jnp.arange(9), (4, 9))
         pairs = Backbone(config.backbone).apply(
             {"params": params["backbone"]}, features, positions, method=Backbone.context)
-        rubbish = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 7), (0, 0), (0, 0)), constant_values=99.0), pairs)
+        cache = kv.empty_cache(config.backbone.num_hidden_layers, 4, 16, config.backbone.num_key_value_heads,
+                               config.backbone.head_dim)
+        rubbish = jax.tree.map(lambda a, new: kv.write(a + 99, new, jnp.zeros(4, jnp.int32)), cache, pairs)
         return drafter_lib.propose(config, params, embedding, embedding, None, rubbish, anchors, starts,
                                    jax.random.split(jax.random.key(0), 4), 1.0, "sequential", None).q
 
