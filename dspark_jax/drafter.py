@@ -207,8 +207,10 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     """Draft T tokens behind each anchor.
 
     embedding [V, D], head_rows [Vd, D], draft_to_target int [Vd] or None, context: cache of key/value pairs
-    [B, S, K, C] whose rows before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B].
+    [B, S, K, C] whose rows before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B];
+    temperature scalar or [B].
     """
+    temperature = jnp.broadcast_to(temperature, anchors.shape)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
     ids = jnp.full((anchors.shape[0], 1, config.slots), config.mask_token_id, jnp.int32).at[:, 0, 0].set(anchors)
     visible = jnp.arange(context[0][0].shape[1]) < starts[:, None, None]
@@ -222,14 +224,14 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     if execution == "lattice":
         with jax.named_scope("lattice"):
             tokens, ids, probabilities = jax.vmap(
-                lambda u, h, a, k: lattice_draft(transition, table, u, h, a, k, temperature, candidates, draft_to_target)
-            )(logits, hidden, anchors, keys)
+                lambda u, h, a, k, t: lattice_draft(transition, table, u, h, a, k, t, candidates, draft_to_target)
+            )(logits, hidden, anchors, keys, temperature)
         q = SparseDraft(ids, probabilities)
     else:
         with jax.named_scope("sequential"):
             tokens, q, _ = jax.vmap(
-                lambda u, h, a, k: sequential_draft(transition, table, u, h, a, k, temperature, draft_to_target)
-            )(logits, hidden, anchors, keys)
+                lambda u, h, a, k, t: sequential_draft(transition, table, u, h, a, k, t, draft_to_target)
+            )(logits, hidden, anchors, keys, temperature)
         if draft_to_target is not None:
             q = SparseDraft(jnp.broadcast_to(draft_to_target, q.shape), q)
     predecessors = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
