@@ -210,11 +210,11 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     [B, K, S, C] whose positions before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B];
     temperature scalar or [B].
     """
+    temperature = jnp.broadcast_to(temperature, anchors.shape)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
     ids = jnp.full((anchors.shape[0], 1, config.slots), config.mask_token_id, jnp.int32).at[:, 0, 0].set(anchors)
     context = jax.tree.map(lambda heads: heads.swapaxes(1, 2), context)
     visible = jnp.arange(context[0][0].shape[1]) < starts[:, None, None]
-    temperature = jnp.broadcast_to(temperature, anchors.shape)
     with jax.named_scope("draft_backbone"):
         hidden = DrafterModule(config).apply(
             {"params": params}, slot_embeddings(config, embedding, ids),

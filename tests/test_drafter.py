@@ -294,6 +294,26 @@ def test_zlab_rounds(version):
                 np.testing.assert_array_equal(proposal.q.ids, z[f"{key}candidates"])
 
 
+@pytest.mark.parametrize("execution", ["sequential", "lattice"])
+def test_one_temperature_a_row(execution):
+    """Greedy and sampled rows may share a batch: each draws what it would draw in a batch of its own kind."""
+    drafter = pairs.random_drafter(pairs.random_target(), transition="vanilla")
+    c, anchors = drafter.config, jnp.array([3, 3, 5, 5])
+
+    @jax.jit
+    def draft(temperature):
+        return drafter_lib.propose(
+            c, drafter.params, drafter.embedding, drafter.head_rows, None, empty(c, 4, 8), anchors, jnp.zeros(4, jnp.int32),
+            jax.random.split(jax.random.key(0), 4), temperature, execution, 4)
+
+    mixed, greedy, warm = draft(jnp.array([0.0, 0.7, 0.7, 0.0])), draft(0.0), draft(0.7)
+    sampled = np.array([False, True, True, False])
+    for row, cold, hot in zip(*map(jax.tree.leaves, (mixed, greedy, warm))):
+        pick = sampled.reshape(-1, *[1] * (row.ndim - 1))
+        np.testing.assert_array_equal(row, np.where(pick, hot, cold))
+    assert (np.asarray(greedy.tokens) != np.asarray(warm.tokens)).any()
+
+
 # --------------------------------------------------------------------------------------------- training is decoding
 
 
