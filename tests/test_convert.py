@@ -272,7 +272,7 @@ def test_convert_and_inspect_from_the_command_line(tmp_path):
     (["convert", "--from={}/dspark/draft_vanilla", "--to={}/out", "--layout=z-lab"], "cannot express transition"),
     (["convert", "--from={}/dflash/draft_v1", "--to={}/out", "--layout=speculators"], "give the target too"),
     (["inspect", "{}/dspark/target"], "architectures"), (["inspect", "{}"], "config.json"),
-    (["inspect"], "one directory"),
+    (["inspect"], "'directory' is missing"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(arguments, part):
     done = program(*(argument.format(public.GOLDENS) for argument in arguments))

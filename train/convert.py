@@ -35,9 +35,7 @@ _BLOCK_LAYOUT = flags.DEFINE_enum(
 )
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     drafter = _load()
     options = {"transition": _TRANSITION.value, "execution": _EXECUTION.value, "candidates": _CANDIDATES.value,
                "block_layout": _BLOCK_LAYOUT.value, "rank": _RANK.value}
