@@ -59,7 +59,11 @@ def test_conversions_score_the_same(name, options):
 
 def test_dflash_becomes_dflash2_and_drafts_the_same(tmp_path):
     target, drafter = public.target(V1), public.drafter(V1)
-    converted = conversions.to_dflash2(drafter, rank=8, candidates=5, group=8)
+    converted = conversions.to_dflash2(drafter, rank=8, candidates=5)
+    backbone = converted.config.backbone
+    assert (backbone.conv_kernel_size, backbone.conv_group_size, converted.config.execution) == (2, 16, "lattice")
+    kept = conversions.to_dflash2(conversions.convert(drafter, convolution_taps=3, convolution_group=8)).config.backbone
+    assert (kept.conv_kernel_size, kept.conv_group_size) == (3, 8)
     assert not np.any(converted.params["transition"]["successor"])
     ds.save_drafter(converted, tmp_path, "z-lab")
     again = ds.load_drafter(tmp_path, target)
