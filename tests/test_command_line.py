@@ -15,7 +15,7 @@ from dspark_jax.tokenizer import check_messages
 from train import command_line
 WHAT = flags.DEFINE_string("what", "", "What to do.")
 CONFIG = config_flags.DEFINE_config_file("config")
-def main(argv):
+def main():
   match WHAT.value:
     case "value": check_messages([])
     case "file": open("/nonexistent/x")
@@ -35,6 +35,7 @@ command_line.run(main)
         (["--what=file"], 2, "error: /nonexistent/x: No such file or directory\n"),
         (["--what=interrupt"], 130, "interrupted\n"),
         (["--what=bug"], 1, "Traceback"),
+        (["--what=value", "more"], 2, "error: argument 'more' is not a flag; see --help\n"),
         (["--whatt=x"], 2, "error: Unknown command line flag 'whatt'"),
         (["--config=good.py", "--what=config"], 0, "1\n"),
         (["--config=good.py", "--config.inner.rate=2"], 0, ""),

@@ -19,11 +19,11 @@ from train import demo
 ds.load_target = lambda where: tiny.target()
 ds.load_drafter = lambda where, target: tiny.drafter(target, noise=0.5)
 flags.FLAGS(["demo", "--drafter=.", "--max_new_tokens=20"])
-demo.main(["demo"])
+demo.main()
 print("SECOND RUN")
 os.environ["NO_COLOR"] = "1"
 flags.FLAGS.temperature = 1.0
-demo.main(["demo"])
+demo.main()
 """
 
 

@@ -31,9 +31,7 @@ _MEASURE = flags.DEFINE_string("measure", None, "Only load this directory and pr
 _LIMIT = 1.3  # of the weights' bytes
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     if _MEASURE.value:
         print(json.dumps(measure(_MEASURE.value)))
         return

@@ -4,6 +4,7 @@
 ends with one line on stderr and exit code 2; a traceback is left for what only a programmer can get wrong.
 """
 
+import inspect
 import pathlib
 import sys
 import traceback
@@ -17,7 +18,8 @@ _OURS = [pathlib.Path(module).resolve().parent for module in (dspark_jax.__file_
 
 
 def run(main) -> None:
-    """Parses the flags of sys.argv, calls main(remaining arguments, program name first) and exits.
+    """Parses the flags of sys.argv, calls main with the arguments that are no flags, one for each of its parameters,
+    and exits.
 
     Exit codes: 0; 2 with "error: ..." for bad input; 130 when interrupted from the keyboard.
     """
@@ -25,7 +27,7 @@ def run(main) -> None:
         app.usage(shorthelp=True, writeto_stdout=True)
         sys.exit(0)
     try:
-        app.run(main, flags_parser=_parse)
+        app.run(lambda argv: main(*_arguments(main, argv[1:])), flags_parser=_parse)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -33,6 +35,15 @@ def run(main) -> None:
         if not _is_bad_input(error):
             raise
         _fail(error)
+
+
+def _arguments(main, found):
+    names = list(inspect.signature(main).parameters)
+    if len(found) > len(names):
+        raise ValueError(f"argument {found[len(names)]!r} is not a flag; see --help")
+    if len(found) < len(names):
+        raise ValueError(f"argument {names[len(found)]!r} is missing; see --help")
+    return found
 
 
 def _parse(argv):

@@ -35,19 +35,13 @@ _BLOCK_LAYOUT = flags.DEFINE_enum(
 )
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     drafter = _load()
-    options = {"transition": _TRANSITION.value, "execution": _EXECUTION.value, "candidates": _CANDIDATES.value,
-               "block_layout": _BLOCK_LAYOUT.value, "rank": _RANK.value}
-    if _TRANSITION.value == "context" and drafter.config.transition == "none":  # DFlash to DFlash-2
-        width = drafter.config.backbone.hidden_size
-        if not drafter.config.backbone.conv_kernel_size:
-            group = next(g for g in (16, 8, 4, 2, 1) if width % g == 0)
-            options |= {"convolution_taps": 2, "convolution_group": group}
-        options["execution"] = _EXECUTION.value or "lattice"
-    drafter = conversions.convert(drafter, **options)
+    if _TRANSITION.value == "context" and drafter.config.transition == "none":
+        drafter = conversions.to_dflash2(drafter, rank=_RANK.value)
+    drafter = conversions.convert(
+        drafter, transition=_TRANSITION.value, execution=_EXECUTION.value, candidates=_CANDIDATES.value,
+        block_layout=_BLOCK_LAYOUT.value, rank=_RANK.value)
     ds.save_drafter(drafter, _TO.value, _LAYOUT.value, _DTYPE.value)
     c = drafter.config
     print(f"{_TO.value}: {_LAYOUT.value}, transition {c.transition}, {c.execution}, {c.block_length} drafts a block "

@@ -35,9 +35,7 @@ PROMPTS = {
 _GREEN, _RESET = "\033[32m", "\033[0m"
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     measure.check_drafter(_DRAFTER.value)
     began = time.perf_counter()
     print(f"target:  {_TARGET.value}", flush=True)

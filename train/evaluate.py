@@ -40,9 +40,7 @@ _PLAIN = flags.DEFINE_bool("plain", True, "Decode every prompt without the draft
 _OUT = flags.DEFINE_string("out", None, "JSON file for the results.")
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     # What can be wrong is found before anything takes long.
     sets = {name: sources.evaluation_prompts(name, _COUNT.value) for name in _SETS.value}
     if not sets:

@@ -34,9 +34,7 @@ _CONFIDENCE_THRESHOLD = flags.DEFINE_float(
 )
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     if _DRAFTER.value:
         measure.check_drafter(_DRAFTER.value)
     target = measure.load_target(_TARGET.value)

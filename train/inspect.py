@@ -4,7 +4,6 @@
 """
 
 import math
-import pathlib
 
 import jax
 
@@ -16,10 +15,7 @@ from train import command_line, measure
 _FAMILIES = {"none": "DFlash", "vanilla": "DSpark", "joint": "DSpark", "recurrent": "DSpark", "context": "DFlash-2"}
 
 
-def main(argv):
-    if len(argv) != 2:
-        raise ValueError(f"{len(argv) - 1} arguments; give one directory, see --help")
-    directory = pathlib.Path(argv[1])
+def main(directory):
     measure.check_drafter(directory, "directory")
     if loading.is_run(directory):
         config, layout, facts, stored = loading.read_run_file(directory)[0], "training run", {}, None

@@ -16,9 +16,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoin
 flags.mark_flags_as_required(["config", "workdir"])
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     loop.train(_CONFIG.value, _WORKDIR.value)
 
 

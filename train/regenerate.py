@@ -51,9 +51,7 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 32, "Prompts decoded together."
 _SEED = flags.DEFINE_integer("seed", 0, "Changes the samples.", lower_bound=0)
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     if _PROMPTS.value and _SOURCE.value:
         raise ValueError("--prompts and --source: allowed: one of them")
     out = pathlib.Path(_OUT.value)

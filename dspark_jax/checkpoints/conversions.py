@@ -26,13 +26,14 @@ _BLOCKS = {"anchor_first": "predicts the token after its own position", "fill_in
 
 
 def convert(drafter: Drafter, *, transition=None, execution=None, block_layout=None, convolution_taps=None,
-            convolution_group=16, rank=256, candidates=None, constant_feature=None, seed=0) -> Drafter:
+            convolution_group=None, rank=256, candidates=None, constant_feature=None, seed=0) -> Drafter:
     """The same drafter in another form; None keeps what it has.
 
     Args:
       transition, execution, candidates: as in `DrafterConfig`.
       block_layout: "anchor_first" or "fill_in"; another one than the drafter's is refused.
-      convolution_taps: taps of an identity convolution to add, with groups of ``convolution_group`` channels.
+      convolution_taps: taps of an identity convolution to add.
+      convolution_group: channels of its groups; None: the largest of 16, 8, 4, 2, 1 that divides the width.
       rank: of a transition that takes the place of none.
       constant_feature: (channel, value) of the post-norm state, where the caller knows one that never changes.
       seed: of new parameters that the score does not depend on yet.
@@ -55,12 +56,14 @@ def convert(drafter: Drafter, *, transition=None, execution=None, block_layout=N
     return dataclasses.replace(drafter, config=config)
 
 
-def to_dflash2(drafter: Drafter, rank=256, candidates=16, taps=2, group=16, seed=0) -> Drafter:
+def to_dflash2(drafter: Drafter, rank=256, candidates=None, taps=2, group=None, seed=0) -> Drafter:
     """A DFlash drafter as a DFlash-2: identity convolution, zero successor table. It drafts what it drafted before.
 
-    Raises ValueError for a drafter with a transition or a convolution.
+    A convolution that it has already is kept. Arguments as in `convert`. Raises ValueError for a drafter with another
+    transition.
     """
-    return convert(drafter, transition="context", execution="lattice", candidates=candidates, convolution_taps=taps,
+    return convert(drafter, transition="context", execution="lattice", candidates=candidates,
+                   convolution_taps=None if drafter.config.backbone.conv_kernel_size else taps,
                    convolution_group=group, rank=rank, seed=seed)
 
 
@@ -71,8 +74,10 @@ def _add_convolution(drafter, taps, group):
                          "only one without can be given one")
     if taps < 1:
         raise ValueError(f"conv_kernel_size: {taps}; must be at least 1")
+    width, weights = config.backbone.hidden_size, dict(drafter.params["backbone"])
+    if group is None:
+        group = next(size for size in (16, 8, 4, 2, 1) if width % size == 0)
     backbone = dataclasses.replace(config.backbone, conv_kernel_size=taps, conv_group_size=group)
-    width, weights = backbone.hidden_size, dict(drafter.params["backbone"])
     for i in range(backbone.num_hidden_layers):
         dtype = weights[f"layers_{i}"]["input_layernorm"]["weight"].dtype
         identity = {"base_kernel": convolution.identity_base(taps, width, dtype),
