@@ -8,7 +8,7 @@ them before the next round overwrites them.
 
 What is compiled depends on `Options` and shapes alone: never on prompts, accepted lengths, temperatures or stop tokens.
 
-B batch, T draft positions (0 for plain decoding), Q = T+1 tokens a row verifies at most, N tokens verified in a round, S
+B batch, T draft positions (0 for plain decoding), Q = T+1 tokens a row verifies at most, N tokens a round verifies, S
 cache length, L longest output, V vocabulary.
 """
 
@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax import cache as kv
-from dspark_jax import sampling, verification
-from dspark_jax.drafter import DrafterConfig, DrafterModule, propose
+from dspark_jax import sampling, scheduling, verification
+from dspark_jax.drafter import DrafterConfig, DrafterModule, confidence_probabilities, propose
 from dspark_jax.target import Decoder, Ragged, TargetConfig
 
-BUCKETS = 4  # numbers of tokens that a round with fewer drafts can be compiled for
+BUCKETS = 4  # steps from the smallest to the largest size that a scheduled round is compiled for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a compiled program depends on besides shapes. ``ragged``: rows may verify fewer drafts than T."""
+    """What a compiled program depends on besides shapes. ``schedule``: the `scheduling` mode, None to verify all drafts."""
 
     target: TargetConfig
     drafter: DrafterConfig | None
@@ -37,7 +37,7 @@ class Options:
     execution: str | None
     candidates: int | None
     verification: str
-    ragged: bool
+    schedule: str | None
 
     @property
     def block_length(self):
@@ -49,12 +49,12 @@ class Options:
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What is asked of a batch: ``temperature`` float32 [B], ``limit`` int32 [] new tokens, ``stops`` int32 [any], padded
-    with -1, ``threshold`` float32 []."""
+    with -1, ``schedule``: the arrays that the mode of the options needs."""
 
     temperature: jax.Array
     limit: jax.Array
     stops: jax.Array
-    threshold: jax.Array
+    schedule: dict[str, jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +64,8 @@ class State:
 
     ``tokens`` int32 [B, L+T] with ``produced`` int32 [B] of them committed; ``done`` and ``finite`` bool [B]; of round r <
     ``rounds`` int32 []: ``accepted`` and ``proposed`` int32 [L, B], -1 where the row was done, and the raw ``confidence``
-    logits float32 [L, B, T]; all three None where nothing is drafted, the last without a confidence head.
+    logits float32 [L, B, T]; all three None where nothing is drafted, the last without a confidence head. ``earlier``
+    float32 [2, B, T]: the confidences of the last two rounds, the older one first; 1 before there were any.
     """
 
     anchors: jax.Array
@@ -80,6 +81,7 @@ class State:
     accepted: jax.Array | None
     proposed: jax.Array | None
     confidence: jax.Array | None
+    earlier: jax.Array | None
 
 
 def _split(keys, parts):
@@ -153,7 +155,8 @@ def prefill(options, target, weights, prompts, lengths, keys, request, target_ca
     sure = jnp.zeros((length, B, T), jnp.float32) if T and options.drafter.confidence else None
     nothing = jnp.zeros(B, jnp.int32)
     state = State(anchors, lengths, target_cache, draft_cache, keys, jnp.zeros((B, length + T), jnp.int32), nothing,
-                  jnp.zeros(B, bool), _finite(logits), jnp.int32(0), record, record, sure)
+                  jnp.zeros(B, bool), _finite(logits), jnp.int32(0), record, record, sure,
+                  jnp.ones((2, B, T), jnp.float32) if options.schedule == "lagged" else None)
     first = _commit(state, request, ~state.done, anchors[:, None], jnp.ones(B, jnp.int32))
     return dataclasses.replace(state, **first)
 
@@ -194,10 +197,11 @@ def draft_round(options, target, weights, state, request, propose=propose):
     proposal = propose(options.drafter, weights["params"], weights["embedding"], weights["head_rows"],
                        weights["draft_to_target"], state.draft_cache, state.anchors, state.starts, draft_keys,
                        request.temperature, options.execution, options.candidates)
-    proposed = _lengths(options, proposal.confidence, request, active)
+    sure = None if proposal.confidence is None else confidence_probabilities(options.drafter, proposal.confidence)
+    proposed = _lengths(options, sure, state.earlier, request, active)
     block = jnp.concatenate([state.anchors[:, None], proposal.tokens], axis=1)
     p, finite, features, target_cache = _verify(
-        options, target, block, state.starts, state.target_cache, proposed, request.temperature)
+        options, target, block, state.starts, state.target_cache, proposed, active, request.temperature)
     with jax.named_scope("rule"):
         rule = verification.get_verification(options.verification)
         accepted, following = jax.vmap(rule)(verify_keys, p, proposal.tokens, proposal.q, proposed)
@@ -209,7 +213,6 @@ def draft_round(options, target, weights, state, request, propose=propose):
     drafted_stop = jnp.any(new[..., None] == request.stops, axis=-1) & (slot < accepted[:, None])
     ended = jnp.any(drafted_stop, axis=-1)
     last = jnp.argmax(drafted_stop, axis=-1) + 1
-    q = jax.tree.leaves(proposal.q)[-1]
 
     def record(table, values):
         return table.at[state.rounds].set(jnp.where(active, values, -1))
@@ -217,26 +220,35 @@ def draft_round(options, target, weights, state, request, propose=propose):
     return State(
         anchors=jnp.where(active, following, state.anchors), starts=state.starts + active * (accepted + 1),
         target_cache=target_cache, draft_cache=draft_cache, keys=keys, **committed,
-        finite=state.finite & finite & _finite(q), rounds=state.rounds + 1,
+        finite=state.finite & finite & proposal.finite, rounds=state.rounds + 1,
         accepted=record(state.accepted, jnp.where(ended, last, accepted)),
         proposed=record(state.proposed, jnp.where(ended, last, proposed)),
-        confidence=None if state.confidence is None else state.confidence.at[state.rounds].set(proposal.confidence))
+        confidence=None if sure is None else state.confidence.at[state.rounds].set(proposal.confidence),
+        earlier=None if state.earlier is None else jnp.stack([state.earlier[1], sure]))
 
 
-def _lengths(options, confidence, request, active):
-    """How many drafts of each row are put to verification: int32 [B]."""
-    if not options.ragged:
-        return jnp.full(active.shape, options.block_length, jnp.int32)
-    sure = jax.nn.sigmoid(confidence) >= request.threshold
-    return jnp.sum(jnp.cumprod(sure.astype(jnp.int32), axis=-1), axis=-1) * active
+def _lengths(options, sure, earlier, request, active):
+    """How many drafts of each row are put to verification: int32 [B]. sure: probabilities [B, T] or None."""
+    shape = (*active.shape, options.block_length)
+    if options.schedule is None:
+        return jnp.full(shape[:1], options.block_length, jnp.int32)
+    sure = jnp.ones(shape, jnp.float32) if sure is None else sure
+    given = request.schedule | ({} if earlier is None else {"earlier": earlier[0]})
+    lengths = scheduling.get_mode(options.schedule)(sure, active, **given)
+    if options.schedule == "causal":  # up to the compiled size, which costs nothing; see `causal_lengths`
+        sizes = jnp.array(buckets(*shape))
+        requests = jnp.sum(active)
+        tokens = sizes[jnp.searchsorted(sizes, requests + jnp.sum(lengths))]
+        lengths = scheduling.admit(sure, tokens - requests, active)
+    return lengths
 
 
-def _verify(options, params, block, starts, cache, proposed, temperature):
+def _verify(options, params, block, starts, cache, proposed, active, temperature):
     """The target's laws after the anchor and after each draft that is put to verification.
 
     block int [B, Q], proposed int [B] -> p float32 [B, Q, V], finite bool [B], features [B, Q, taps * D], cache; what lies
-    behind slot proposed[b] is arbitrary. Where rows propose less than T, the tokens of all rows are put side by side and the
-    smallest compiled bucket that holds them is run.
+    behind slot proposed[b] is arbitrary. Where a schedule decides, the tokens of all active rows are put side by side and
+    the smallest compiled size that holds them is run.
     """
     B, Q = block.shape
     positions = starts[:, None] + jnp.arange(Q)
@@ -251,20 +263,21 @@ def _verify(options, params, block, starts, cache, proposed, temperature):
         return p, jnp.all(finite, axis=-1), features, cache
 
     def some_drafts(N, cache):
-        places = Ragged.of(proposed + 1, Q, N)
+        places = Ragged.of(lengths, Q, N)
         at = places.rows, places.slots
         hidden, features, cache = _process(options, params, block[at], positions[at], cache, places)
         p, finite = laws(hidden, temperature[places.rows])
         return p[places.index], jnp.all(finite[places.index], axis=-1), features[places.index], cache
 
-    if not options.ragged:
+    if options.schedule is None:
         return all_drafts(cache)
+    lengths = jnp.where(active, proposed + 1, 0)
     sizes = buckets(B, Q - 1)
-    smallest = jnp.searchsorted(jnp.array(sizes), jnp.sum(proposed) + B)
+    smallest = jnp.searchsorted(jnp.array(sizes), jnp.sum(lengths))
     branches = [functools.partial(some_drafts, N) for N in sizes[:-1]] + [all_drafts]
     return jax.lax.switch(smallest, branches, cache)
 
 
 def buckets(B, T):
-    """Numbers of tokens, from B (no drafts) to B (T+1), that a round with fewer drafts is compiled for."""
+    """Numbers of tokens, from B (no drafts) to B (T+1), that a scheduled round is compiled for."""
     return sorted({B + -(-B * T * i // BUCKETS) for i in range(BUCKETS + 1)})

@@ -30,7 +30,8 @@ class DrafterConfig:
     ``target_layer_ids``: -1 is the embedding output, i the raw output of decoder layer i. ``draft_vocab_size`` smaller
     than ``vocab_size`` means that only some target ids can be drafted. ``execution`` and ``candidates`` are what the
     checkpoint asks to be run with; a caller may choose otherwise. ``input_embedding_scale`` multiplies the embeddings
-    that go into the slots.
+    that go into the slots. ``confidence_temperatures``: what calibration divides each position's confidence logit by; empty
+    for a head that was not calibrated.
     """
 
     backbone: BackboneConfig
@@ -49,6 +50,7 @@ class DrafterConfig:
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
     input_embedding_scale: float = 1.0
+    confidence_temperatures: tuple[float, ...] = ()
 
     def __post_init__(self):
         transitions.get_transition(self.transition)
@@ -69,6 +71,12 @@ class DrafterConfig:
             raise ValueError(f"target_layer_ids: {self.target_layer_ids}; must be strictly increasing and not empty")
         if self.target_layer_ids[0] < -1:
             raise ValueError(f"target_layer_ids: {self.target_layer_ids}; the smallest allowed is -1, the embedding")
+        temperatures = self.confidence_temperatures
+        if temperatures and (not self.confidence or len(temperatures) < self.block_length):
+            raise ValueError(f"confidence_temperatures: {len(temperatures)} of them; allowed: none, or for a drafter with a "
+                             f"confidence head one for each of the {self.block_length} drafts")
+        if not all(0 < t < float("inf") for t in temperatures):
+            raise ValueError(f"confidence_temperatures: {temperatures}; must be positive and finite")
         if self.confidence and self.confidence_with_predecessor and self.transition == "none":
             raise ValueError("confidence_with_predecessor: needs a transition that has a predecessor table, not 'none'")
 
@@ -168,6 +176,15 @@ def slot_embeddings(config, embedding, ids):
     return x if config.input_embedding_scale == 1 else x * jnp.asarray(config.input_embedding_scale, x.dtype)
 
 
+def confidence_probabilities(config, logits):
+    """The calibrated chance of each draft to survive, given that those before it did: logits [..., T] -> [..., T].
+
+    A block shorter than the one calibrated has the temperatures of its positions.
+    """
+    temperatures = jnp.array(config.confidence_temperatures[:config.block_length] or 1.0, logits.dtype)
+    return jax.nn.sigmoid(logits / temperatures)
+
+
 def block_confidence(config, params, hidden, predecessors):
     """Logit of each draft's chance to survive, given its predecessors int [..., T]; None without a confidence head."""
     if not config.confidence:
@@ -195,11 +212,13 @@ def training_hidden(config, params, embedding, features, tokens, anchors, keep):
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """A drafted block: ``tokens`` int [B, T] (target ids), ``q`` the law they were drawn from (`SparseDraft` of
-    [B, T, M] or a dense float32 [B, T, Vd]), ``confidence`` logits [B, T] or None."""
+    [B, T, M] or a dense float32 [B, T, Vd]), ``confidence`` logits [B, T] or None; ``finite`` bool [B]: no NaN and no
+    infinity was met on the way."""
 
     tokens: jax.Array
     q: SparseDraft | jax.Array
     confidence: jax.Array | None
+    finite: jax.Array
 
 
 def propose(config, params, embedding, head_rows, draft_to_target, context, anchors, starts, keys, temperature,
@@ -236,7 +255,9 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
         if draft_to_target is not None:
             q = SparseDraft(jnp.broadcast_to(draft_to_target, q.shape), q)
     predecessors = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
-    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors))
+    law = q.probabilities if isinstance(q, SparseDraft) else q
+    finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) & jnp.all(jnp.isfinite(law), axis=(1, 2))
+    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors), finite)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from dspark_jax import cache as kv
 from dspark_jax import decoding, sampling, verification
 from dspark_jax.diagnosis import not_finite
 from dspark_jax.drafter import Drafter, check_execution
+from dspark_jax.scheduling import Schedule
 from dspark_jax.target import Target
 
 # Shapes are rounded up to multiples of these, so that few programs are compiled.
@@ -53,7 +54,8 @@ class Result:
 def stream(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128,
            temperature: float | Sequence[float] = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
            stop_tokens: Sequence[int] | None = None, execution: str | None = None, candidates: int | None = None,
-           confidence_threshold: float = 0.0, verification: str = "token", rounds: int = 1) -> Iterator[Result]:
+           confidence_threshold: float = 0.0, verification: str = "token", schedule: Schedule | None = None,
+           rounds: int = 1) -> Iterator[Result]:
     """`generate` in parts: the first holds each prompt's first token, each further one what ``rounds`` rounds committed.
 
     Nothing leaves the device within a part, so few rounds show text soon and many cost less.
@@ -62,14 +64,15 @@ def stream(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[i
     if not isinstance(rounds, numbers.Integral) or rounds < 1:
         raise ValueError(f"rounds: {rounds}; must be a whole number of at least 1")
     batch = _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
-                     candidates, confidence_threshold, verification)
+                     candidates, confidence_threshold, verification, schedule)
     return _parts(batch, rounds)
 
 
 def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128,
              temperature: float | Sequence[float] = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
              stop_tokens: Sequence[int] | None = None, execution: str | None = None, candidates: int | None = None,
-             confidence_threshold: float = 0.0, verification: str = "token") -> Result:
+             confidence_threshold: float = 0.0, verification: str = "token",
+             schedule: Schedule | None = None) -> Result:
     """Decode ``prompts`` (lists of token ids of any lengths) as one batch; the output law is the target's own.
 
     Args:
@@ -81,12 +84,14 @@ def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence
         execution: "sequential", "lattice", or None for what the drafter declares; candidates: M for the lattice.
         confidence_threshold: verify only the drafts before the first whose confidence is lower; 0 verifies all.
         verification: a name of `verification.VERIFICATION`.
+        schedule: how many drafts of each prompt a round verifies (`scheduling.Schedule`); None: all, or what
+            confidence_threshold says.
 
     Returns: `Result`; the stop token is part of the output, which never exceeds max_new_tokens.
     Raises: ValueError that names the argument and what is allowed, or what was not finite.
     """
     batch = _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
-                     candidates, confidence_threshold, verification)
+                     candidates, confidence_threshold, verification, schedule)
     return Result.join(list(_parts(batch, max(max_new_tokens, 1))))
 
 
@@ -101,7 +106,7 @@ class _Batch:
     limit: int
     temperature: np.ndarray
     stops: np.ndarray
-    threshold: float
+    schedule: dict
     seed: int
 
 
@@ -140,7 +145,7 @@ def _start(batch):
         weights = batch.drafter.arrays()
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(batch.seed)))(jnp.arange(count))
     request = decoding.Request(jnp.asarray(batch.temperature), jnp.int32(batch.limit), jnp.asarray(batch.stops),
-                               jnp.float32(batch.threshold))
+                               batch.schedule)
     state = decoding.prefill(
         options, batch.target.params, weights, jnp.asarray(padded), jnp.asarray(lengths), keys, request, target_cache,
         draft_cache, length=_round_up(batch.limit, OUTPUT_BUCKET))
@@ -183,7 +188,7 @@ def _round_up(n, multiple):
 
 
 def _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution, candidates,
-             confidence_threshold, rule):
+             confidence_threshold, rule, schedule):
     """Checks every argument -> `_Batch`. Raises ValueError that names the argument and what is allowed."""
     if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens: {max_new_tokens}; must be a whole number of at least 0")
@@ -204,13 +209,15 @@ def _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p
     padded = np.full(_round_up(max(len(stops), 1), STOP_BUCKET), -1, np.int32)
     padded[:len(stops)] = stops
     if drafter is None:
-        execution = candidates = None
+        execution = candidates = schedule = None
     else:
-        execution, candidates = _checked_drafting(drafter, execution, candidates, confidence_threshold)
+        execution, candidates = _checked_drafting(drafter, execution, candidates)
+        schedule = _checked_schedule(drafter.config, len(prompts), confidence_threshold, schedule)
     options = decoding.Options(
         target=config, drafter=drafter.config if drafter else None, top_k=int(top_k), top_p=float(top_p),
-        execution=execution, candidates=candidates, verification=rule, ragged=bool(drafter) and confidence_threshold > 0)
-    return _Batch(options, target, drafter, prompts, int(max_new_tokens), temperature, padded, confidence_threshold, seed)
+        execution=execution, candidates=candidates, verification=rule, schedule=schedule.mode if schedule else None)
+    return _Batch(options, target, drafter, prompts, int(max_new_tokens), temperature, padded,
+                  schedule.arrays() if schedule else {}, seed)
 
 
 def _checked_prompts(prompts, config, max_new_tokens):
@@ -236,7 +243,7 @@ def _checked_prompts(prompts, config, max_new_tokens):
     return checked
 
 
-def _checked_drafting(drafter, execution, candidates, confidence_threshold):
+def _checked_drafting(drafter, execution, candidates):
     """-> (execution, M or None) as they will be run."""
     if drafter.embedding is None or drafter.head_rows is None:
         raise ValueError("drafter: was read without its target; use load_drafter(where, target)")
@@ -244,8 +251,21 @@ def _checked_drafting(drafter, execution, candidates, confidence_threshold):
     execution = c.execution if execution is None else execution
     candidates = min(c.candidates, c.draft_vocab_size) if candidates is None else candidates
     check_execution(c, execution, candidates)
+    return execution, candidates if execution == "lattice" else None
+
+
+def _checked_schedule(config, count, confidence_threshold, schedule):
+    """-> `Schedule` or None."""
     if not 0 <= confidence_threshold <= 1:
         raise ValueError(f"confidence_threshold: {confidence_threshold}; must lie in [0, 1]")
-    if confidence_threshold > 0 and not c.confidence:
-        raise ValueError("confidence_threshold: this drafter has no confidence head; only 0 is allowed")
-    return execution, candidates if execution == "lattice" else None
+    if confidence_threshold > 0:
+        if not config.confidence:
+            raise ValueError("confidence_threshold: this drafter has no confidence head; only 0 is allowed")
+        if schedule is not None:
+            raise ValueError(f"confidence_threshold: {confidence_threshold} beside a schedule; allowed: one of them")
+        schedule = Schedule("threshold", threshold=confidence_threshold)
+    if schedule is not None:
+        schedule.check(count, config.block_length)
+        if schedule.mode != "static" and not config.confidence:
+            raise ValueError(f"schedule: mode {schedule.mode!r} goes by confidences, and this drafter has no confidence head")
+    return schedule

@@ -23,6 +23,7 @@ Shape letters: R requests, T draft positions, N = R T candidates. All but `table
 can be traced by jax.jit and jax.vmap.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 
@@ -127,6 +128,34 @@ def threshold_lengths(confidence: jax.Array, active: jax.Array | None, *, thresh
     if active is not None:
         sure &= active[:, None]
     return jnp.sum(jnp.cumprod(sure.astype(jnp.int32), axis=-1), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """What `generate` needs of a mode: its name and its options, but for ``earlier``, which decoding keeps itself.
+
+    ``steps_per_second`` [R (T + 1) + 1] of passes over so many tokens, for "causal" and "lagged"; ``length`` for "static";
+    ``threshold`` for "threshold". `check` raises ValueError where something is missing, or not as `schedule_prefixes`
+    would take it.
+    """
+
+    mode: str
+    steps_per_second: np.ndarray | None = None
+    length: int | None = None
+    threshold: float | None = None
+
+    def check(self, R: int, T: int) -> None:
+        """For R requests of T drafts."""
+        given = {name: value for name in ("length", "threshold") if (value := getattr(self, name)) is not None}
+        if self.mode == "lagged":
+            given["earlier"] = np.ones((R, T))
+        schedule_prefixes(np.ones((R, T)), self.steps_per_second, self.mode, **given)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The options as arrays."""
+        given = {"steps_per_second": (self.steps_per_second, jnp.float32), "length": (self.length, jnp.int32),
+                 "threshold": (self.threshold, jnp.float32)}
+        return {name: jnp.asarray(value, dtype) for name, (value, dtype) in given.items() if value is not None}
 
 
 MODES: dict[str, Callable] = {

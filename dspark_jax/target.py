@@ -52,13 +52,16 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, lengths, Q, N):
-        """For rows of ``lengths`` int [B] in 1..Q tokens, sum(lengths) <= N; places behind the last token repeat slots of
-        the last row."""
+        """For rows of ``lengths`` int [B] in 0..Q tokens, sum(lengths) <= N.
+
+        Places behind the last token belong to some slot of the last row; the slots of a row without tokens are anywhere.
+        """
         ends = jnp.cumsum(lengths)
-        flat = jnp.arange(N)
+        begins, flat = ends - lengths, jnp.arange(N)
         rows = jnp.minimum(jnp.searchsorted(ends, flat, side="right"), lengths.shape[0] - 1)
-        slots = jnp.minimum(flat - (ends - lengths)[rows], Q - 1)
-        return cls(rows, slots, (ends - lengths)[:, None] + jnp.minimum(jnp.arange(Q), lengths[:, None] - 1))
+        slots = jnp.minimum(flat - begins[rows], Q - 1)
+        index = begins[:, None] + jnp.minimum(jnp.arange(Q), lengths[:, None] - 1)
+        return cls(rows, slots, jnp.clip(index, 0, N - 1))
 
 
 class DecoderLayer(nn.Module):

@@ -1,8 +1,10 @@
 """Decoding: what comes out is what the target alone would say, token for token or in law, whatever drafts it."""
 
+import dataclasses
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import scipy.stats
 import dspark_jax as ds
 import pairs
 from dspark_jax import decoding, generation, verification
+from dspark_jax.scheduling import Schedule
 
 V, T, STEPS, CONTEXT = 16, 4, 30, 124
 PROMPTS = [[3, 5, 7], [11], [2, 2, 9, 4, 15, 8, 1, 6, 0, 12], [14, 13, 3, 3, 10]]
@@ -105,6 +108,71 @@ def test_greedy_equals_plain(transition, execution, fields):
             proposed = {n for row in result.proposed for n in row}
             seen |= proposed
         assert proposed == {0} and len(seen) > 1  # nothing is surer than 1: only the anchor is verified
+
+
+TABLE = 1 / (1 + 0.1 * np.arange(len(PROMPTS) * (T + 1) + 1))  # any curve keeps the law
+SCHEDULES = [Schedule("causal", steps_per_second=TABLE), Schedule("lagged", steps_per_second=TABLE),
+             Schedule("static", length=2), Schedule("static", length=0), Schedule("threshold", threshold=0.6)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.mode}{s.length or ''}")
+def test_scheduled_equals_plain(schedule):
+    """Rows verify different numbers of drafts, in fewer tokens than the whole block has; some end before others."""
+    draft = drafter(confidence=True)
+    for stops in ([], [plain()[0][2], plain()[1][7]]):
+        expected = ds.generate(target(), None, PROMPTS, max_new_tokens=STEPS, stop_tokens=stops).tokens
+        result = ds.generate(target(), draft, PROMPTS, max_new_tokens=STEPS, stop_tokens=stops, schedule=schedule)
+        assert result.tokens == expected
+        for row in range(len(PROMPTS)):
+            rounds_fit_tokens(result, row, STEPS, stops)
+        lengths = {n for row in result.proposed for n in row}
+        if schedule.mode == "static" and not stops:
+            assert lengths == {schedule.length}
+        assert [len(c) for c in result.confidence] == [len(m) for m in result.accepted]
+        assert {np.shape(x) for c in result.confidence for x in c} == {(T,)}
+    assert schedule.mode == "static" or len(lengths) > 1
+
+
+def test_calibrated_confidence_decides():
+    """The temperatures divide the recorded logits; what is recorded stays raw."""
+    draft = drafter(confidence=True)
+    cold = dataclasses.replace(draft, config=dataclasses.replace(draft.config, confidence_temperatures=(0.5, 1, 2, 4)))
+    for d, temperatures in ((draft, np.ones(T)), (cold, np.array([0.5, 1, 2, 4]))):
+        result = ds.generate(target(), d, PROMPTS, max_new_tokens=STEPS, stop_tokens=[], confidence_threshold=0.55)
+        for logits, proposed in zip(result.confidence, result.proposed):
+            sure = 1 / (1 + np.exp(-np.array(logits) / temperatures)) >= 0.55
+            assert proposed == np.cumprod(sure, axis=-1).sum(-1).tolist()
+
+
+def test_greedy_and_sampled_rows_share_a_batch():
+    result = ds.generate(target(), drafter(), PROMPTS, max_new_tokens=STEPS, stop_tokens=[], temperature=[0, 1.0, 0, 0.7])
+    assert [result.tokens[i] for i in (0, 2)] == [plain()[i] for i in (0, 2)]
+    assert all(result.tokens[i] != plain()[i] for i in (1, 3))
+    sampled = ds.generate(target(), drafter(), PROMPTS, max_new_tokens=STEPS, stop_tokens=[], temperature=1.0)
+    assert result.tokens[1] == sampled.tokens[1]  # as alone: its random numbers are its own
+
+
+def test_no_new_tokens():
+    result = ds.generate(target(), drafter(), PROMPTS, max_new_tokens=0)
+    assert result.tokens == result.accepted == result.proposed == [[]] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("where, message", [
+    ("layers_1", "the target's weight layers_1.mlp.up_proj.weight is not finite"),
+    ("overflow", "the output of the target's layer 1 is not finite, though all its weights are"),
+    ("drafter", "the drafter's weight backbone.fc.weight is not finite")])
+def test_numbers_that_are_not_finite(where, message):
+    """Said in words, not decoded: a bad weight by its name, an overflow by its layer."""
+    t, d = target(), drafter()
+    spoil = lambda tree, path, change: jax.tree_util.tree_map_with_path(
+        lambda p, a: change(a) if ".".join(k.key for k in p) == path else a, tree)
+    if where == "drafter":
+        d = dataclasses.replace(d, params=spoil(d.params, "backbone.fc.weight", lambda a: a.at[0, 0].set(jnp.inf)))
+    else:
+        change = (lambda a: a.at[1, 2].set(jnp.nan)) if where == "layers_1" else (lambda a: a * 1e38)
+        t = dataclasses.replace(t, params=spoil(t.params, "layers_1.mlp.up_proj.weight", change))
+    with pytest.raises(ValueError, match=r"prompts\[\d\], after \d+ new tokens: " + re.escape(message)):
+        ds.generate(t, d, PROMPTS, max_new_tokens=4)
 
 
 def test_plain_is_repeated_argmax():
@@ -346,6 +414,11 @@ def test_few_programs_are_compiled():
     (dict(execution="lattice", candidates=17), "candidates: 17; must lie in [1, 16], the draft vocabulary"),
     (dict(execution="lattice", candidates=0), "candidates: 0; must lie in [1, 16], the draft vocabulary"),
     (dict(confidence_threshold=0.5), "confidence_threshold: this drafter has no confidence head; only 0 is allowed"),
+    (dict(schedule=Schedule("lagged", steps_per_second=np.ones(6))), "schedule: mode 'lagged' goes by confidences, and"),
+    (dict(schedule=Schedule("causal", steps_per_second=np.ones(5))), "steps_per_second: 5 entries, for at most 4 tokens"),
+    (dict(schedule=Schedule("causal")), "steps_per_second: missing; the mode 'causal' needs it"),
+    (dict(schedule=Schedule("static", length=5)), "length: 5; must be an integer in [0, 4]"),
+    (dict(schedule=Schedule("hopeful")), "mode: unknown name 'hopeful'; allowed: causal, lagged, static, threshold"),
     (dict(confidence_threshold=1.5), "confidence_threshold: 1.5; must lie in [0, 1]"),
     (dict(verification="typical"), "verification: unknown name 'typical'; allowed: token"),
     (dict(transition="recurrent", execution="lattice"), "'recurrent' depends on the whole path; use 'sequential'"),

@@ -301,6 +301,9 @@ def _build(cls, data, what):
         if expected == tuple[int, ...]:
             good = isinstance(value, (list, tuple)) and all(type(v) is int for v in value)
             value, expected = tuple(value) if good else value, "a list of whole numbers"
+        elif expected == tuple[float, ...]:
+            good = isinstance(value, (list, tuple)) and all(type(v) in (int, float) for v in value)
+            value, expected = tuple(map(float, value)) if good else value, "a list of numbers"
         elif expected is float:
             good, expected = type(value) in (int, float), "a number"
         elif not isinstance(expected, type):  # built above: a tuple of objects, or an object that can be absent
