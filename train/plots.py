@@ -1,4 +1,4 @@
-"""The figures of train.calibrate. Drawing needs matplotlib, which is an extra of this package."""
+"""The figures of train.calibrate and train.simulate. Drawing needs matplotlib, which is an extra of this package."""
 
 import importlib.util
 
@@ -31,6 +31,30 @@ def reliability_diagram(path, before: list[dict], after: list[dict]) -> None:
                        label=f"{label}: ECE {100 * values['ece']:.1f} %")
         panel.set(title=f"draft {t + 1}", xlabel="predicted survival", ylabel="observed", xlim=(0, 1), ylim=(0, 1))
         panel.legend(loc="upper left", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def load_diagram(path, curves: dict[str, list[dict]], capacity: str) -> None:
+    """Tokens/s against concurrency, against tokens/s of one user, and verification length against concurrency: one line a
+    policy, from `Outcome.as_dict` of rising load. capacity: says where the capacity curve is from."""
+    figure, panels = _panels(3)
+    axes = (("concurrency", "tokens_per_second"), ("tokens_per_second_per_user", "tokens_per_second"),
+            ("concurrency", "verification_length"))
+    names = {"concurrency": "requests decoded together", "tokens_per_second": "tokens/s, all requests",
+             "tokens_per_second_per_user": "tokens/s of one request", "verification_length": "tokens verified a round"}
+    fixed = [name for name in curves if name.startswith("static")]
+    for panel, (x, y) in zip(panels, axes):
+        for name, outcomes in curves.items():
+            style = {"linewidth": 2.5} if name in ("causal", "lagged") else {"linewidth": 1, "linestyle": "--"}
+            if name in fixed:
+                style["color"] = str(0.8 - 0.6 * fixed.index(name) / len(fixed))
+            panel.plot([o[x] for o in outcomes], [o[y] for o in outcomes], marker=".", label=name, **style)
+        panel.set(xlabel=names[x], ylabel=names[y])
+        panel.grid(alpha=0.3)
+        if x == "concurrency":
+            panel.set_xscale("log", base=2)
+    panels[0].legend(fontsize="small")
+    figure.suptitle(f"capacity: {capacity}", fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
