@@ -31,7 +31,7 @@ setuptools.setup(
         "ml_dtypes>=0.5,<0.7",
     ],
     extras_require={
-        "test": ["pytest>=8.4,<10", "safetensors>=0.7,<0.9"],
+        "test": ["pytest>=8.4,<10", "safetensors>=0.7,<0.9", "matplotlib>=3.10,<4"],
         "plots": ["matplotlib>=3.10,<4"],
     },
 )

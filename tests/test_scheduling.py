@@ -85,16 +85,16 @@ def test_the_walk_stops_at_the_first_draft_that_does_not_pay(second):
     assert int(scheduling.capacity(jnp.array(confidence), jnp.array(speeds))) == (2 if second >= 0.9 else 0)
 
 
-@pytest.mark.parametrize("R, T", list(itertools.product(range(1, 5), range(1, 5))))
+@pytest.mark.parametrize("R, T", [(1, 1), (1, 4), (2, 3), (3, 2), (4, 1), (4, 4)])
 def test_nothing_beats_the_causal_mode_where_there_is_one_peak(R, T):
     """1,008 random cases over all sizes: concave curves, which have one peak each, and as many of any falling shape."""
     rng, N = np.random.default_rng(10 * R + T), R * (T + 1)
-    concave = 1 - rng.uniform(0, 1, (63, 1)) * np.arange(N + 1) ** rng.uniform(1, 3, (63, 1)) / N**3
-    falling = -np.sort(-rng.uniform(0.2, 1, (63, N + 1)), axis=-1)
+    concave = 1 - rng.uniform(0, 1, (168, 1)) * np.arange(N + 1) ** rng.uniform(1, 3, (168, 1)) / N**3
+    falling = -np.sort(-rng.uniform(0.2, 1, (168, N + 1)), axis=-1)
     run = jax.jit(jax.vmap(lambda c, s: (schedule_prefixes(c, s), scheduling.capacity(c, s))))
     peaks = 0
     for speeds in (concave, falling):
-        confidence = rng.uniform(0, 1, (63, R, T)) ** rng.uniform(0.1, 1, (63, 1, 1))
+        confidence = rng.uniform(0, 1, (168, R, T)) ** rng.uniform(0.1, 1, (168, 1, 1))
         lengths, capacities = map(np.asarray, run(confidence.astype(np.float32), speeds.astype(np.float32)))
         for c, s, chosen, K in zip(confidence, speeds, lengths, capacities):
             assert chosen.tolist() == slow_causal(c, s)
@@ -105,7 +105,7 @@ def test_nothing_beats_the_causal_mode_where_there_is_one_peak(R, T):
                 peaks += 1
             else:
                 assert speeds is falling
-    assert peaks >= 63
+    assert peaks >= 168
 
 
 def test_equal_candidates_go_by_position_and_then_by_row():

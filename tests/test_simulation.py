@@ -1,9 +1,19 @@
 """The load simulator: cases counted by hand, what must be conserved, and what the scheduler is for."""
 
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from dspark_jax import calibration, scheduling, simulation
+from train import capacity
+from train.rounds import Rounds
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def one_answer(accepted, T=2, confidence=0.5):
@@ -169,3 +179,144 @@ def test_bad_input(changes, message):
 def test_bad_recordings(arguments, message):
     with pytest.raises(ValueError, match=message):
         simulation.Recording(*map(np.array, arguments))
+
+
+# --------------------------------------------------------------- the programs
+
+
+def test_buckets_are_timed_in_turn_after_one_untimed_run():
+    calls, clock = [], iter(range(100))
+
+    def step(tokens):
+        calls.append(tokens)
+        return tokens + next(clock) % 3
+
+    assert capacity.bucket_seconds(step, [10, 20], 3) == [11, 21]
+    assert calls == [10, 20] * 4
+
+
+def test_a_measured_curve_and_its_file(tmp_path):
+    curve = capacity.measured([1, 2, 4, 6], [0.1, 0.2, 0.4, 0.5], 0.1, 2, "measured, here")
+    np.testing.assert_allclose(1 / curve.steps_per_second, [0.2, 0.2, 0.3, 0.5, 0.5, 0.6, 0.6])
+    np.testing.assert_allclose(1 / curve.plain_steps_per_second, [0.1, 0.1, 0.2])
+    capacity.save(curve, tmp_path / "c.json", rows=2)
+    again = capacity.load(tmp_path / "c.json")
+    assert again.source == "measured, here" and again.steps_per_second.tolist() == curve.steps_per_second.tolist()
+    for text in ("", "[]", "{}", '{"source": "", "steps_per_second": [1, -1], "plain_steps_per_second": [1, 1]}'):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(ValueError, match="c.json: no capacity curve"):
+            capacity.load(tmp_path / "c.json")
+
+
+def test_given_curves_add_drafting_and_say_that_they_are_given():
+    options = {"step_seconds": 0.5, "knee": 2.0, "bucket": 2, "draft_seconds": 0.25}
+    curve = capacity.given("step", 3, **options)
+    np.testing.assert_allclose(1 / curve.steps_per_second[1:], [1.25, 1.25, 1.75])
+    np.testing.assert_allclose(1 / curve.plain_steps_per_second[1:], [1.0, 1.0, 1.5])
+    assert curve.source == "given, step in sizes of 2 tokens, 500 ms a step, knee at 2 tokens"
+    with pytest.raises(ValueError, match="--knee: 0; must be positive"):
+        capacity.given("linear", 3, **options | {"knee": 0})
+
+
+def _save_rounds(path, N=600):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(1, 1, (N, 3)).astype(np.float32)
+    accepted = np.sum(np.cumprod(rng.uniform(size=(N, 3)) < 1 / (1 + np.exp(-logits / 2)), axis=-1), axis=-1)
+    names = np.array([f"chat/{i:03d}" for i in range(60)])
+    Rounds(confidence=logits, accepted=accepted.astype(np.int32), proposed=np.full(N, 3, np.int32),
+           prompt=names[np.arange(N) % 60], set=np.full(N, "chat"), done=names, settings={}).save(path)
+
+
+def _run(module, *arguments, program='import runpy, sys; runpy.run_module(sys.argv.pop(1), run_name="__main__")'):
+    return subprocess.run([sys.executable, "-c", program, module, *map(str, arguments)], cwd=ROOT, check=False,
+                          env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, capture_output=True, text=True)
+
+
+def test_the_simulator_prints_tables_and_writes_json_and_a_figure(tmp_path):
+    rounds, calibrated, out = tmp_path / "rounds.npz", tmp_path / "calibration.json", tmp_path / "new" / "load"
+    _save_rounds(rounds)
+    calibrated.write_text('{"temperatures": [2.0, 2.0, 2.0]}')
+    result = _run("train.simulate", f"--rounds={rounds}", f"--calibration={calibrated}", "--concurrency=2,8", "--knee=8",
+                  "--requests=20", "--seeds=4,5", f"--out={out}")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[:2] == ["capacity: given, roofline, 20 ms a step, knee at 8 tokens", "means of seeds 4, 5"]
+    assert lines[4].split() == [
+        "load", "none", "static:1", "static:2", "static:3", "threshold:0.5", "causal", "lagged"]
+    results = json.loads((out / "simulation.json").read_text())
+    _, half = Rounds.load(rounds).halves()
+    assert results["rounds"] == len(half) and results["loads"][1] == {"slots": 8, "rate": None}
+    recording = simulation.record(
+        calibration.calibrated_probabilities(half.confidence, [2.0] * 3), half.accepted, half.proposed, half.prompt)
+    mine = [simulation.simulate(recording, simulation.roofline(32, 0.02, 8), "causal", slots=8, requests=28, seed=seed)
+            for seed in (4, 5)]
+    rates = [o.tokens_per_second for o in mine]
+    assert results["policies"]["causal"][1]["tokens_per_second"] == pytest.approx(np.mean(rates))
+    assert results["policies"]["causal"][1]["tokens_per_second_spread"] == pytest.approx(np.ptp(rates) / 2)
+    assert lines[6].split()[-2] == f"{np.mean(rates):.1f}"
+    assert (out / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+BAD = """
+import sys
+from absl import flags
+from train import simulate
+for argument in sys.argv[1:]:
+    for name in flags.FLAGS:
+        flags.FLAGS[name].unparse()
+    flags.FLAGS(["simulate", *argument.split()])
+    try:
+        simulate.main(["simulate"])
+    except (ValueError, OSError) as error:
+        print(error)
+"""
+
+
+def test_what_the_simulator_is_told_wrong(tmp_path):
+    rounds, empty, short = tmp_path / "rounds.npz", tmp_path / "empty.json", tmp_path / "short.json"
+    _save_rounds(rounds, N=60)
+    empty.write_text('{"temperatures": [1.0, 1.0]}')
+    capacity.save(capacity.given("linear", 8, step_seconds=1, knee=1, bucket=1, draft_seconds=0), short)
+    cases = {
+        f"--rounds={tmp_path}/none.npz": "No such file",
+        f"--rounds={empty}": "damaged, or no file of rounds",
+        f"--rounds={rounds} --calibration={short}": "has no list of temperatures",
+        f"--rounds={rounds} --calibration={empty}": "temperatures: shape (2,); must be one for each of 3 draft positions",
+        f"--rounds={rounds} --policies=none,fast": "policy: 'fast'; allowed: none, static:NUMBER",
+        f"--rounds={rounds} --policies=static:4": "policy: 'static:4'; the number must lie in [0, 3]",
+        f"--rounds={rounds} --concurrency=1,x": "--concurrency: 1,x; must be numbers of at least 1",
+        f"--rounds={rounds} --rates=0": "--rates: 0; must be numbers of at least",
+        f"--rounds={rounds} --seeds=": "--seeds: ; must be numbers",
+        f"--rounds={rounds} --bucket=0": "--bucket: 0; must be positive",
+        f"--rounds={rounds} --profile={short} --concurrency=4": "was measured for up to 8 tokens; such a load may take 16",
+    }
+    result = _run(*cases, program=BAD)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(cases)
+    for line, message in zip(lines, cases.values()):
+        assert message in line
+
+
+PROFILE = """
+import runpy, sys
+import dspark_jax as ds, tiny
+ds.load_target = lambda where: tiny.target()
+ds.load_drafter = lambda where, target: tiny.drafter(target)
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_the_profiler_measures_the_compiled_sizes(tmp_path):
+    out = tmp_path / "new" / "c.json"
+    result = _run("train.profile_verify", "--drafter=.", "--rows=2", "--context=8", "--repeats=2", f"--out={out}",
+                  program=PROFILE)
+    assert result.returncode == 0, result.stderr
+    data, curve = json.loads(out.read_text()), capacity.load(out)
+    assert data["buckets"] == [1, 2, 4, 5, 7, 8] and len(data["verify_seconds"]) == 6
+    assert len(curve.steps_per_second) == 9 and len(curve.plain_steps_per_second) == 3
+    assert curve.steps_per_second[6] == curve.steps_per_second[7] == 1 / (data["verify_seconds"][4] + data["draft_seconds"])
+    assert curve.source.startswith("measured, 2 requests, processor ") and data["machine"]["cores"] >= 1
+    assert [line.split()[0] for line in result.stdout.splitlines()[:3]] == ["tokens", "1", "2"]
+    wrong = _run("train.profile_verify", "--drafter=.", "--context=2045", f"--out={out}", program=PROFILE)
+    assert wrong.returncode == 2 and "--context: 2045; with a block it exceeds" in wrong.stderr
