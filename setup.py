@@ -33,5 +33,6 @@ setuptools.setup(
     extras_require={
         "test": ["pytest>=8.4,<10", "safetensors>=0.7,<0.9", "matplotlib>=3.10,<4"],
         "plots": ["matplotlib>=3.10,<4"],
+        "torch": ["torch>=2.6,<3"],  # only what `train.benchmark` compares a training step with
     },
 )

@@ -221,6 +221,18 @@ class Proposal:
     finite: jax.Array
 
 
+def block_hidden(config, params, embedding, context, anchors, starts):
+    """Hidden states [B, T, D] of the slots that predict, one block behind each anchor; arguments as in `propose`."""
+    ids = jnp.full((anchors.shape[0], 1, config.slots), config.mask_token_id, jnp.int32).at[:, 0, 0].set(anchors)
+    context = jax.tree.map(lambda heads: heads.swapaxes(1, 2), context)
+    visible = jnp.arange(context[0][0].shape[1]) < starts[:, None, None]
+    with jax.named_scope("draft_backbone"):
+        return DrafterModule(config).apply(
+            {"params": params}, slot_embeddings(config, embedding, ids),
+            anchors_lib.block_positions(starts[:, None], config.slots), context, visible,
+            method=DrafterModule.block)[:, 0]
+
+
 def propose(config, params, embedding, head_rows, draft_to_target, context, anchors, starts, keys, temperature,
             execution, candidates):
     """Draft T tokens behind each anchor.
@@ -231,14 +243,7 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     """
     temperature = jnp.broadcast_to(temperature, anchors.shape)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
-    ids = jnp.full((anchors.shape[0], 1, config.slots), config.mask_token_id, jnp.int32).at[:, 0, 0].set(anchors)
-    context = jax.tree.map(lambda heads: heads.swapaxes(1, 2), context)
-    visible = jnp.arange(context[0][0].shape[1]) < starts[:, None, None]
-    with jax.named_scope("draft_backbone"):
-        hidden = DrafterModule(config).apply(
-            {"params": params}, slot_embeddings(config, embedding, ids),
-            anchors_lib.block_positions(starts[:, None], config.slots), context, visible,
-            method=DrafterModule.block)[:, 0]
+    hidden = block_hidden(config, params, embedding, context, anchors, starts)
     with jax.named_scope("draft_head"):
         logits = base_logits(config, head_rows, hidden)
     if execution == "lattice":

@@ -63,9 +63,9 @@ def stream(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[i
     """
     if not isinstance(rounds, numbers.Integral) or rounds < 1:
         raise ValueError(f"rounds: {rounds}; must be a whole number of at least 1")
-    batch = _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
+    batch = prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
                      candidates, confidence_threshold, verification, schedule)
-    return _parts(batch, rounds)
+    return parts(batch, rounds)
 
 
 def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_new_tokens: int = 128,
@@ -90,13 +90,13 @@ def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence
     Returns: `Result`; the stop token is part of the output, which never exceeds max_new_tokens.
     Raises: ValueError that names the argument and what is allowed, or what was not finite.
     """
-    batch = _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
+    batch = prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
                      candidates, confidence_threshold, verification, schedule)
-    return Result.join(list(_parts(batch, max(max_new_tokens, 1))))
+    return Result.join(list(parts(batch, max(max_new_tokens, 1))))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Batch:
+class Batch:
     """Checked arguments."""
 
     options: decoding.Options
@@ -110,8 +110,8 @@ class _Batch:
     seed: int
 
 
-def _parts(batch, rounds, step=None):
-    """Yields `Result`s. step: what a round is, as in `decoding.decode`."""
+def parts(batch: Batch, rounds: int, step=None) -> Iterator[Result]:
+    """What `stream` yields. step: what a round is, as in `decoding.decode`."""
     count = len(batch.prompts)
     if batch.limit == 0:
         yield Result(*([[] for _ in range(count)] for _ in range(4)))
@@ -187,9 +187,9 @@ def _round_up(n, multiple):
     return int(-(-int(n) // multiple) * multiple)
 
 
-def _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution, candidates,
-             confidence_threshold, rule, schedule):
-    """Checks every argument -> `_Batch`. Raises ValueError that names the argument and what is allowed."""
+def prepare(target, drafter, prompts, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, seed=0, stop_tokens=None,
+            execution=None, candidates=None, confidence_threshold=0.0, rule="token", schedule=None) -> Batch:
+    """The checked arguments of `generate`. Raises ValueError that names the argument and what is allowed."""
     if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens: {max_new_tokens}; must be a whole number of at least 0")
     config = target.config
@@ -216,7 +216,7 @@ def _prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p
     options = decoding.Options(
         target=config, drafter=drafter.config if drafter else None, top_k=int(top_k), top_p=float(top_p),
         execution=execution, candidates=candidates, verification=rule, schedule=schedule.mode if schedule else None)
-    return _Batch(options, target, drafter, prompts, int(max_new_tokens), temperature, padded,
+    return Batch(options, target, drafter, prompts, int(max_new_tokens), temperature, padded,
                   schedule.arrays() if schedule else {}, seed)
 
 

@@ -49,9 +49,7 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Prompts decoded together.",
 _PLOT = flags.DEFINE_bool("plot", True, "Draw the reliability diagram, which needs matplotlib.")
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     # What can be wrong is found before anything takes long.
     prompts = [prompt for name in _SETS.value for prompt in sources.evaluation_prompts(name, _COUNT.value)]
     if not prompts:

@@ -37,9 +37,7 @@ _CONTEXT = flags.DEFINE_integer("context", 256, "Tokens of each request that are
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Steps of each size that are timed; their median counts.", lower_bound=1)
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     measure.check_drafter(_DRAFTER.value)
     pathlib.Path(_OUT.value).parent.mkdir(parents=True, exist_ok=True)
     target = measure.load_target(_TARGET.value)

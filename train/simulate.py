@@ -55,9 +55,7 @@ _FIGURES = {"tokens_per_second": ("tokens/s, all requests", 1), "tokens_per_seco
             "verification_length": ("tokens verified per request and round", 2)}
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     if _OUT.value and _PLOT.value:
         plots.check()
     recording = read_recording(_ROUNDS.value, _CALIBRATION.value)
