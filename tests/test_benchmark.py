@@ -74,7 +74,8 @@ def test_the_program_prints_tables_and_writes_json(tmp_path):
         "round", "backbone", "head", "candidates", "scores + walk", "verify", "logits, rule", "commit"]
     assert rounds["memory_bytes_per_second"] > 1e8 and 0 < rounds["rounds"][0]["walk_over_round"]
     decoding = found["decode"]["decoding"]
-    assert [(row["mode"], row["drafts"]) for row in decoding] == [("plain", None), ("speculative", 2)]
+    assert [(row["mode"], row["drafts"]) for row in decoding] == [("plain", None), ("speculative", 2), ("replayed", 2)]
+    assert decoding[2]["accepted_length"] > 2.6  # 3 but for the last round
     assert all(row["tokens"] == 9 and row["identical"] == 1 for row in decoding)
 
     assert found["train"]["temporary_bytes"] > 0 and found["train"]["positions_per_second"]["jax"] > 0
@@ -206,8 +207,9 @@ def test_decoding_is_compared_with_what_was_predicted(monkeypatch):
 
     monkeypatch.setattr(ds, "generate", generate)
     monkeypatch.setattr(timing, "alternate", alternate)
+    monkeypatch.setattr(benchmark_decode, "replay", replay)
     prompts, cost = [[3, 4], [7]], {2: 1.25, 4: 2.5}
-    rows = benchmark_decode.time_decoding(target, drafters, 2, "lattice", prompts, 13, cost, 5, replay)
+    rows = benchmark_decode.time_decoding(target, drafters, 2, "lattice", prompts, 13, cost, 5)
     modes = [(row["mode"], row["drafts"]) for row in rows]
     assert modes == [("plain", None), ("speculative", 2), ("replayed", 2), ("replayed", 4)]  # trained for two drafts
     plain, speculative, _, replayed = rows

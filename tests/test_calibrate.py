@@ -186,7 +186,7 @@ for argument in sys.argv[1:]:
     flags.FLAGS(["calibrate", "--drafter=.", "--out=nowhere", *argument.split()])
     sys.modules["matplotlib"] = None if argument == "--plot" else sys
     try:
-        calibrate.main(["calibrate"])
+        calibrate.main()
     except ValueError as error:
         print(error)
 """
