@@ -1,6 +1,7 @@
 """Conversions compute the same, layouts hold what they claim, and both programs say what is wrong in one line."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import subprocess
@@ -18,6 +19,9 @@ from dspark_jax.backbone import Attention
 from dspark_jax.checkpoints import conversions, huggingface, safetensors_files
 from dspark_jax.drafter import EXECUTIONS
 from dspark_jax.layers import RopeScaling
+from golden import GOLDENS
+from pairs import expected as golden_values
+from train import inspect as inspect_program
 from train import measure
 
 VANILLA, GATED, RNN, V1, V2 = (
@@ -25,7 +29,7 @@ VANILLA, GATED, RNN, V1, V2 = (
 
 
 def teacher_forced(drafter, pair_target):
-    """Teacher-forced logits [1, 2, T, Vd] of two blocks, and confidence logits."""
+    """Teacher-forced logits [1, 2, T, Vd] of two blocks."""
     tokens = jnp.asarray(np.arange(30, 62)[None], jnp.int32)
     anchors, keep = jnp.array([[5, 12]]), jnp.ones((1, 2), bool)
     config = drafter.config
@@ -43,15 +47,19 @@ def teacher_forced(drafter, pair_target):
     return np.asarray(run(drafter.params))
 
 
+@functools.cache
+def scores_before(name):
+    return teacher_forced(public.drafter(name), public.target(name))
+
+
 @pytest.mark.parametrize("name, options", [
     (V1, {"transition": "vanilla"}), (V1, {"transition": "recurrent"}), (V1, {"transition": "context", "rank": 8}),
     (VANILLA, {"transition": "joint"}), (V1, {"convolution_taps": 3, "convolution_group": 8}),
     ("dspark/draft_dflash", {"transition": "vanilla"})], ids=str)
 def test_conversions_score_the_same(name, options):
-    drafter, target = public.drafter(name), public.target(name)
+    drafter = public.drafter(name)
     converted = conversions.convert(drafter, **options)
-    before, after = teacher_forced(drafter, target), teacher_forced(converted, target)
-    np.testing.assert_allclose(after, before, atol=2e-5)
+    np.testing.assert_allclose(teacher_forced(converted, public.target(name)), scores_before(name), atol=2e-5)
     assert converted.config.transition == options.get("transition", drafter.config.transition)
     shapes = jax.tree.map(lambda leaf: leaf.shape, drafter_lib.abstract_params(converted.config))
     assert jax.tree.map(jnp.shape, converted.params) == shapes
@@ -69,7 +77,7 @@ def test_dflash_becomes_dflash2_and_drafts_the_same(tmp_path):
     again = ds.load_drafter(tmp_path, target)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
     assert again.config == converted.config
-    prompts = [p["prompt_ids"] for p in public.values("dflash/expected/draft_v1_t0.json")["prompts"][:2]]
+    prompts = [p["prompt_ids"] for p in golden_values("dflash/expected/draft_v1_t0")["prompts"][:2]]
     results = [ds.generate(target, d, prompts, max_new_tokens=32) for d in (drafter, again)]
     assert results[0].tokens == results[1].tokens and results[0].accepted == results[1].accepted
 
@@ -260,7 +268,7 @@ def program(name, *arguments):
 
 
 def test_convert_and_inspect_from_the_command_line(tmp_path):
-    done = program("convert", f"--from={public.GOLDENS / VANILLA}", f"--to={tmp_path / 'out'}", "--layout=speculators",
+    done = program("convert", f"--from={GOLDENS / VANILLA}", f"--to={tmp_path / 'out'}", "--layout=speculators",
                    "--execution=lattice")
     assert done.returncode == 0, done.stderr
     assert ds.load_drafter(tmp_path / "out", public.target(VANILLA)).config.execution == "lattice"
@@ -272,16 +280,36 @@ def test_convert_and_inspect_from_the_command_line(tmp_path):
         assert part in said.stdout, said.stdout
 
 
+def test_convert_makes_a_dflash2(tmp_path, capsys):
+    done = program("convert", f"--from={GOLDENS / V1}", f"--to={tmp_path}", "--layout=z-lab", "--transition=context",
+                   "--rank=8", "--candidates=5")
+    assert done.returncode == 0, done.stderr
+    expected = conversions.to_dflash2(public.drafter(V1), rank=8, candidates=5)
+    again = ds.load_drafter(tmp_path, public.target(V1))
+    assert again.config == expected.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, expected.params))
+    inspect_program.main(str(tmp_path))
+    said = capsys.readouterr().out
+    for part in ("DFlash-2", "z-lab", "context, rank 8", "lattice, 5 candidates", "convolution of 2 taps", "fill_in"):
+        assert part in said, said
+
+
 @pytest.mark.parametrize("arguments, part", [
     (["convert", "--from={}/dspark/draft_vanilla", "--to={}/out", "--layout=z-lab"], "cannot express transition"),
-    (["convert", "--from={}/dflash/draft_v1", "--to={}/out", "--layout=speculators"], "give the target too"),
-    (["inspect", "{}/dspark/target"], "architectures"), (["inspect", "{}"], "config.json"),
-    (["inspect"], "'directory' is missing"),
-])
+    (["inspect"], "'directory' is missing")])
 def test_bad_input_is_one_line_and_exit_code_2(arguments, part):
-    done = program(*(argument.format(public.GOLDENS) for argument in arguments))
+    done = program(*(argument.format(GOLDENS) for argument in arguments))
     assert done.returncode == 2 and part in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert not (public.GOLDENS / "out").exists()
+    assert not (GOLDENS / "out").exists()
+
+
+def test_what_cannot_be_inspected_or_written(tmp_path):
+    assert "config.json" in public.refusal(inspect_program.main, str(GOLDENS))
+    assert "no such directory" in public.refusal(inspect_program.main, str(tmp_path / "nothing"))
+    assert "architectures" in public.refusal(inspect_program.main, str(GOLDENS / "dspark/target"))
+    alone = huggingface.load(GOLDENS / V1)
+    assert "give the target too" in public.refusal(ds.save_drafter, alone, tmp_path / "out", "speculators")
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------- SmolLM2
@@ -314,8 +342,8 @@ def as_selector(shipped, target):
                                  confidence=False)
     bare = drafter_lib.attach(config, {"backbone": full.params["backbone"]}, target)
     selector = conversions.to_dflash2(bare, rank=shipped.config.rank)
-    tables = {name: array[:, :-1] for name, array in full.params["transition"].items()}
-    return dataclasses.replace(selector, params=selector.params | {"transition": selector.params["transition"] | tables})
+    head = selector.params["transition"] | {name: array[:, :-1] for name, array in full.params["transition"].items()}
+    return dataclasses.replace(selector, params=selector.params | {"transition": head})
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +392,7 @@ def test_a_directory_with_shards_is_not_written_over(tmp_path):
 
 def test_loading_a_published_directory_needs_nothing_else(tmp_path):
     """Pickles and code that lie beside the weights are never opened."""
-    shutil.copytree(public.GOLDENS / V1, tmp_path / "d")
+    shutil.copytree(GOLDENS / V1, tmp_path / "d")
     for name in ("pytorch_model.bin", "modeling_dflash.py", "training_state.rank0.pt"):
         (tmp_path / "d" / name).write_bytes(b"\x80\x04not to be read")
         (tmp_path / "d" / name).chmod(0)
