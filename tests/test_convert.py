@@ -1,8 +1,12 @@
 """Conversions compute the same, layouts hold what they claim, and both programs say what is wrong in one line."""
 
+import builtins
 import dataclasses
 import functools
+import io
 import json
+import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -390,10 +394,23 @@ def test_a_directory_with_shards_is_not_written_over(tmp_path):
         ds.save_drafter(public.drafter(V1), tmp_path, "z-lab")
 
 
-def test_loading_a_published_directory_needs_nothing_else(tmp_path):
-    """Pickles and code that lie beside the weights are never opened."""
-    shutil.copytree(GOLDENS / V1, tmp_path / "d")
-    for name in ("pytorch_model.bin", "modeling_dflash.py", "training_state.rank0.pt"):
-        (tmp_path / "d" / name).write_bytes(b"\x80\x04not to be read")
-        (tmp_path / "d" / name).chmod(0)
-    assert huggingface.load(tmp_path / "d").config == public.drafter(V1).config
+@pytest.mark.parametrize("name, load, files", [
+    (V1, huggingface.load, {"config.json", "model.safetensors"}),
+    ("dspark/target", ds.load_target, {"config.json", "generation_config.json", "model.safetensors"})])
+def test_nothing_but_json_and_tensors_is_opened(name, load, files, tmp_path, monkeypatch):
+    """Not the pickles and the code that lie beside them."""
+    shutil.copytree(GOLDENS / name, tmp_path / "d")
+    for other in ("pytorch_model.bin", "pytorch_model.bin.index.json", "modeling_dflash.py", "training_state.rank0.pt"):
+        (tmp_path / "d" / other).write_bytes(b"\x80\x04.")
+    opened = set()
+
+    def noted(file, *arguments, opener=open, **options):
+        if isinstance(file, (str, os.PathLike)) and pathlib.Path(file).is_relative_to(tmp_path):
+            opened.add(pathlib.Path(file).name)
+        return opener(file, *arguments, **options)
+
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", noted)
+    load(tmp_path / "d")
+    monkeypatch.undo()
+    assert opened == files
