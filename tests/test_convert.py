@@ -264,6 +264,43 @@ def test_stating_the_other_block_layout_is_believed(tmp_path):
     assert (shifted.layout, shifted.block_length, shifted.slots) == ("fill_in", 6, 7)
 
 
+WRITTEN = {
+    "unknown type": ("speculators", None, {"speculators_model_type": "eagle3"}, "speculators_model_type"),
+    "no sizes": ("speculators", None, {"transformer_layer_config": None}, "transformer_layer_config"),
+    "a size inside": ("speculators", "transformer_layer_config", {"hidden_size": "96"}, "_config.hidden_size"),
+    "layer out of range": ("speculators", None, {"aux_hidden_state_layer_ids": [1, 9]}, "aux_hidden_state_layer_ids"),
+    "last layer": ("speculators", None, {"aux_hidden_state_layer_ids": [1, 4]}, "aux_hidden_state_layer_ids"),
+    "last layer, depth unknown": (
+        "speculators", None, {"aux_hidden_state_layer_ids": [1, 4], "num_target_layers": None}, "target_layer_ids"),
+    "width of the target": ("speculators", None, {"target_hidden_size": 64}, "target_hidden_size"),
+    "other projector": ("speculators", None, {"projector_type": "conv"}, "projector_type"),
+    "draft vocabulary": ("speculators", None, {"draft_vocab_size": 261}, "draft_vocab_size"),
+    "too many drafts": ("speculators", "speculators_config", {"proposal_methods": [{"speculative_tokens": 8}]},
+                        "speculative_tokens 8"),
+    "projector": ("specforge", "dflash_config", {"projector_type": "dflash"}, "dflash_config.projector_type"),
+    "nested rank": ("specforge", "dflash_config", {"markov_rank": -1}, "dflash_config.markov_rank"),
+    "block layout": ("specforge", None, {"sample_from_anchor": "yes"}, "sample_from_anchor"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The vanilla pair's drafter as a directory of either layout that has no golden."""
+    folder = tmp_path_factory.mktemp("written")
+    for layout in ("speculators", "specforge"):
+        ds.save_drafter(public.drafter(VANILLA), folder / layout, layout)
+    return folder
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_bad_configs_of_the_layouts_we_write(case, written, tmp_path):
+    layout, section, values, part = WRITTEN[case]
+    directory = public.edited_config(
+        written / layout, tmp_path / "bad", lambda config: (config[section] if section else config).update(values))
+    message = public.refusal(ds.load_drafter, directory, public.target(VANILLA))
+    assert message.startswith(f"{directory / 'config.json'}: ") and part in message
+
+
 # ------------------------------------------------------------------ programs
 
 
