@@ -2,20 +2,15 @@
 
 import functools
 import json
-import pathlib
 import shutil
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import pytest
 import safetensors.numpy
 
 import dspark_jax as ds
-from dspark_jax import drafter as drafter_lib
-from dspark_jax import target as target_lib
-from dspark_jax import transitions
+from golden import GOLDENS
+from train import command_line
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
 DEEPSPEC = {head: f"dspark/draft_{head}" for head in ("vanilla", "gated", "rnn", "dflash")}
 ZLAB = {"v1": "dflash/draft_v1", "v2": "dflash/draft_v2"}
 LAYOUT_OF = {name: "deepspec" for name in DEEPSPEC.values()} | {name: "z-lab" for name in ZLAB.values()}
@@ -32,18 +27,9 @@ def drafter(name):
     return ds.load_drafter(GOLDENS / name, target(name))
 
 
-def values(name):
-    """A JSON file of the goldens."""
-    return json.loads((GOLDENS / name).read_text())
-
-
-def arrays(name):
-    """An npz file of the goldens."""
-    return dict(np.load(GOLDENS / name))
-
-
 def edited_config(name, directory, change):
-    """A copy of the checkpoint in ``directory`` whose config.json went through ``change`` (in place)."""
+    """A copy in ``directory`` of a checkpoint, a name or an absolute path, whose config.json went through ``change``
+    (in place)."""
     shutil.copytree(GOLDENS / name, directory, dirs_exist_ok=True)
     config = json.loads((directory / "config.json").read_text())
     change(config)
@@ -52,38 +38,19 @@ def edited_config(name, directory, change):
 
 
 def edited_tensors(name, directory, change):
-    """A copy of the checkpoint in ``directory`` whose dict of tensors went through ``change`` (in place)."""
-    source = pathlib.Path(name) if pathlib.Path(name).is_absolute() else GOLDENS / name
+    """As `edited_config`, but ``change`` is given the dict of tensors."""
     directory.mkdir(exist_ok=True)
-    shutil.copy(source / "config.json", directory)
-    tensors = safetensors.numpy.load_file(source / "model.safetensors")
+    shutil.copy(GOLDENS / name / "config.json", directory)
+    tensors = safetensors.numpy.load_file(GOLDENS / name / "model.safetensors")
     change(tensors)
     safetensors.numpy.save_file(tensors, directory / "model.safetensors")
     return directory
 
 
-def blocks(pair_target, pair_drafter, sequences, starts):
-    """What the drafter computes at rounds of a decoded text, without any cache.
-
-    sequences: lists of token ids, one a prompt; starts: per prompt the positions of the anchors. Returns per
-    prompt a list of (hidden [T, D], base logits [T, V], function of the drafted tokens -> corrected logits [T, V]).
-    """
-    config, count = pair_drafter.config, max(map(len, starts))
-    tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
-    anchors, keep = np.zeros((len(starts), count), np.int32), np.zeros((len(starts), count), bool)
-    for row, (sequence, positions) in enumerate(zip(sequences, starts)):
-        tokens[row, :len(sequence)] = sequence
-        anchors[row, :len(positions)], keep[row, :len(positions)] = positions, True
-    _, tapped = target_lib.forward(pair_target.config, pair_target.params, jnp.asarray(tokens), config.target_layer_ids)
-    run = jax.jit(drafter_lib.training_hidden, static_argnums=0)
-    features = jnp.concatenate(tapped, -1)
-    hidden = run(config, pair_drafter.params, pair_drafter.embedding, features, tokens, anchors, keep)
-    logits = drafter_lib.base_logits(config, pair_drafter.head_rows, hidden)
-    rule, table = transitions.get_transition(config.transition), pair_drafter.params.get("transition", {})
-
-    def corrected(b, n, drafted):
-        predecessors = np.concatenate([[tokens[b, anchors[b, n]]], drafted[:-1]]).astype(np.int32)
-        return transitions.teacher_forced_logits(rule, table, logits[b, n], predecessors, hidden[b, n])
-
-    return [[(np.asarray(hidden[b, n]), np.asarray(logits[b, n]), functools.partial(corrected, b, n))
-             for n in range(len(positions))] for b, positions in enumerate(starts)]
+def refusal(call, *arguments):
+    """The message of the error that ``call`` raises: one line, which a program ends with, and exit code 2."""
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        call(*arguments)
+    assert command_line.is_bad_input(error.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)

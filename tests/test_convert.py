@@ -1,7 +1,12 @@
 """Conversions compute the same, layouts hold what they claim, and both programs say what is wrong in one line."""
 
+import builtins
 import dataclasses
+import functools
+import io
 import json
+import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -18,6 +23,9 @@ from dspark_jax.backbone import Attention
 from dspark_jax.checkpoints import conversions, huggingface, safetensors_files
 from dspark_jax.drafter import EXECUTIONS
 from dspark_jax.layers import RopeScaling
+from golden import GOLDENS
+from pairs import expected as golden_values
+from train import inspect as inspect_program
 from train import measure
 
 VANILLA, GATED, RNN, V1, V2 = (
@@ -25,7 +33,7 @@ VANILLA, GATED, RNN, V1, V2 = (
 
 
 def teacher_forced(drafter, pair_target):
-    """Teacher-forced logits [1, 2, T, Vd] of two blocks, and confidence logits."""
+    """Teacher-forced logits [1, 2, T, Vd] of two blocks."""
     tokens = jnp.asarray(np.arange(30, 62)[None], jnp.int32)
     anchors, keep = jnp.array([[5, 12]]), jnp.ones((1, 2), bool)
     config = drafter.config
@@ -43,15 +51,19 @@ def teacher_forced(drafter, pair_target):
     return np.asarray(run(drafter.params))
 
 
+@functools.cache
+def scores_before(name):
+    return teacher_forced(public.drafter(name), public.target(name))
+
+
 @pytest.mark.parametrize("name, options", [
     (V1, {"transition": "vanilla"}), (V1, {"transition": "recurrent"}), (V1, {"transition": "context", "rank": 8}),
     (VANILLA, {"transition": "joint"}), (V1, {"convolution_taps": 3, "convolution_group": 8}),
     ("dspark/draft_dflash", {"transition": "vanilla"})], ids=str)
 def test_conversions_score_the_same(name, options):
-    drafter, target = public.drafter(name), public.target(name)
+    drafter = public.drafter(name)
     converted = conversions.convert(drafter, **options)
-    before, after = teacher_forced(drafter, target), teacher_forced(converted, target)
-    np.testing.assert_allclose(after, before, atol=2e-5)
+    np.testing.assert_allclose(teacher_forced(converted, public.target(name)), scores_before(name), atol=2e-5)
     assert converted.config.transition == options.get("transition", drafter.config.transition)
     shapes = jax.tree.map(lambda leaf: leaf.shape, drafter_lib.abstract_params(converted.config))
     assert jax.tree.map(jnp.shape, converted.params) == shapes
@@ -69,7 +81,7 @@ def test_dflash_becomes_dflash2_and_drafts_the_same(tmp_path):
     again = ds.load_drafter(tmp_path, target)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
     assert again.config == converted.config
-    prompts = [p["prompt_ids"] for p in public.values("dflash/expected/draft_v1_t0.json")["prompts"][:2]]
+    prompts = [p["prompt_ids"] for p in golden_values("dflash/expected/draft_v1_t0")["prompts"][:2]]
     results = [ds.generate(target, d, prompts, max_new_tokens=32) for d in (drafter, again)]
     assert results[0].tokens == results[1].tokens and results[0].accepted == results[1].accepted
 
@@ -252,6 +264,43 @@ def test_stating_the_other_block_layout_is_believed(tmp_path):
     assert (shifted.layout, shifted.block_length, shifted.slots) == ("fill_in", 6, 7)
 
 
+WRITTEN = {
+    "unknown type": ("speculators", None, {"speculators_model_type": "eagle3"}, "speculators_model_type"),
+    "no sizes": ("speculators", None, {"transformer_layer_config": None}, "transformer_layer_config"),
+    "a size inside": ("speculators", "transformer_layer_config", {"hidden_size": "96"}, "_config.hidden_size"),
+    "layer out of range": ("speculators", None, {"aux_hidden_state_layer_ids": [1, 9]}, "aux_hidden_state_layer_ids"),
+    "last layer": ("speculators", None, {"aux_hidden_state_layer_ids": [1, 4]}, "aux_hidden_state_layer_ids"),
+    "last layer, depth unknown": (
+        "speculators", None, {"aux_hidden_state_layer_ids": [1, 4], "num_target_layers": None}, "target_layer_ids"),
+    "width of the target": ("speculators", None, {"target_hidden_size": 64}, "target_hidden_size"),
+    "other projector": ("speculators", None, {"projector_type": "conv"}, "projector_type"),
+    "draft vocabulary": ("speculators", None, {"draft_vocab_size": 261}, "draft_vocab_size"),
+    "too many drafts": ("speculators", "speculators_config", {"proposal_methods": [{"speculative_tokens": 8}]},
+                        "speculative_tokens 8"),
+    "projector": ("specforge", "dflash_config", {"projector_type": "dflash"}, "dflash_config.projector_type"),
+    "nested rank": ("specforge", "dflash_config", {"markov_rank": -1}, "dflash_config.markov_rank"),
+    "block layout": ("specforge", None, {"sample_from_anchor": "yes"}, "sample_from_anchor"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The vanilla pair's drafter as a directory of either layout that has no golden."""
+    folder = tmp_path_factory.mktemp("written")
+    for layout in ("speculators", "specforge"):
+        ds.save_drafter(public.drafter(VANILLA), folder / layout, layout)
+    return folder
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_bad_configs_of_the_layouts_we_write(case, written, tmp_path):
+    layout, section, values, part = WRITTEN[case]
+    directory = public.edited_config(
+        written / layout, tmp_path / "bad", lambda config: (config[section] if section else config).update(values))
+    message = public.refusal(ds.load_drafter, directory, public.target(VANILLA))
+    assert message.startswith(f"{directory / 'config.json'}: ") and part in message
+
+
 # ------------------------------------------------------------------ programs
 
 
@@ -260,7 +309,7 @@ def program(name, *arguments):
 
 
 def test_convert_and_inspect_from_the_command_line(tmp_path):
-    done = program("convert", f"--from={public.GOLDENS / VANILLA}", f"--to={tmp_path / 'out'}", "--layout=speculators",
+    done = program("convert", f"--from={GOLDENS / VANILLA}", f"--to={tmp_path / 'out'}", "--layout=speculators",
                    "--execution=lattice")
     assert done.returncode == 0, done.stderr
     assert ds.load_drafter(tmp_path / "out", public.target(VANILLA)).config.execution == "lattice"
@@ -272,16 +321,36 @@ def test_convert_and_inspect_from_the_command_line(tmp_path):
         assert part in said.stdout, said.stdout
 
 
+def test_convert_makes_a_dflash2(tmp_path, capsys):
+    done = program("convert", f"--from={GOLDENS / V1}", f"--to={tmp_path}", "--layout=z-lab", "--transition=context",
+                   "--rank=8", "--candidates=5")
+    assert done.returncode == 0, done.stderr
+    expected = conversions.to_dflash2(public.drafter(V1), rank=8, candidates=5)
+    again = ds.load_drafter(tmp_path, public.target(V1))
+    assert again.config == expected.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, expected.params))
+    inspect_program.main(str(tmp_path))
+    said = capsys.readouterr().out
+    for part in ("DFlash-2", "z-lab", "context, rank 8", "lattice, 5 candidates", "convolution of 2 taps", "fill_in"):
+        assert part in said, said
+
+
 @pytest.mark.parametrize("arguments, part", [
     (["convert", "--from={}/dspark/draft_vanilla", "--to={}/out", "--layout=z-lab"], "cannot express transition"),
-    (["convert", "--from={}/dflash/draft_v1", "--to={}/out", "--layout=speculators"], "give the target too"),
-    (["inspect", "{}/dspark/target"], "architectures"), (["inspect", "{}"], "config.json"),
-    (["inspect"], "'directory' is missing"),
-])
+    (["inspect"], "'directory' is missing")])
 def test_bad_input_is_one_line_and_exit_code_2(arguments, part):
-    done = program(*(argument.format(public.GOLDENS) for argument in arguments))
+    done = program(*(argument.format(GOLDENS) for argument in arguments))
     assert done.returncode == 2 and part in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert not (public.GOLDENS / "out").exists()
+    assert not (GOLDENS / "out").exists()
+
+
+def test_what_cannot_be_inspected_or_written(tmp_path):
+    assert "config.json" in public.refusal(inspect_program.main, str(GOLDENS))
+    assert "no such directory" in public.refusal(inspect_program.main, str(tmp_path / "nothing"))
+    assert "architectures" in public.refusal(inspect_program.main, str(GOLDENS / "dspark/target"))
+    alone = huggingface.load(GOLDENS / V1)
+    assert "give the target too" in public.refusal(ds.save_drafter, alone, tmp_path / "out", "speculators")
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------- SmolLM2
@@ -314,8 +383,8 @@ def as_selector(shipped, target):
                                  confidence=False)
     bare = drafter_lib.attach(config, {"backbone": full.params["backbone"]}, target)
     selector = conversions.to_dflash2(bare, rank=shipped.config.rank)
-    tables = {name: array[:, :-1] for name, array in full.params["transition"].items()}
-    return dataclasses.replace(selector, params=selector.params | {"transition": selector.params["transition"] | tables})
+    head = selector.params["transition"] | {name: array[:, :-1] for name, array in full.params["transition"].items()}
+    return dataclasses.replace(selector, params=selector.params | {"transition": head})
 
 
 @pytest.fixture(scope="module")
@@ -362,10 +431,23 @@ def test_a_directory_with_shards_is_not_written_over(tmp_path):
         ds.save_drafter(public.drafter(V1), tmp_path, "z-lab")
 
 
-def test_loading_a_published_directory_needs_nothing_else(tmp_path):
-    """Pickles and code that lie beside the weights are never opened."""
-    shutil.copytree(public.GOLDENS / V1, tmp_path / "d")
-    for name in ("pytorch_model.bin", "modeling_dflash.py", "training_state.rank0.pt"):
-        (tmp_path / "d" / name).write_bytes(b"\x80\x04not to be read")
-        (tmp_path / "d" / name).chmod(0)
-    assert huggingface.load(tmp_path / "d").config == public.drafter(V1).config
+@pytest.mark.parametrize("name, load, files", [
+    (V1, huggingface.load, {"config.json", "model.safetensors"}),
+    ("dspark/target", ds.load_target, {"config.json", "generation_config.json", "model.safetensors"})])
+def test_nothing_but_json_and_tensors_is_opened(name, load, files, tmp_path, monkeypatch):
+    """Not the pickles and the code that lie beside them."""
+    shutil.copytree(GOLDENS / name, tmp_path / "d")
+    for other in ("pytorch_model.bin", "pytorch_model.bin.index.json", "modeling_dflash.py", "training_state.rank0.pt"):
+        (tmp_path / "d" / other).write_bytes(b"\x80\x04.")
+    opened = set()
+
+    def noted(file, *arguments, opener=open, **options):
+        if isinstance(file, (str, os.PathLike)) and pathlib.Path(file).is_relative_to(tmp_path):
+            opened.add(pathlib.Path(file).name)
+        return opener(file, *arguments, **options)
+
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", noted)
+    load(tmp_path / "d")
+    monkeypatch.undo()
+    assert opened == files

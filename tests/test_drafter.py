@@ -292,6 +292,10 @@ def test_zlab_rounds(version):
             np.testing.assert_array_equal(proposal.tokens, z[f"{key}draft_tokens"])
             if version == 2:
                 np.testing.assert_array_equal(proposal.q.ids, z[f"{key}candidates"])
+                previous = np.append(block[:1], z[f"{key}draft_tokens"][:-1])
+                scores = transitions.teacher_forced_logits(
+                    transitions.get_transition("context"), drafter.params["transition"], base_logits, previous, hidden)
+                close(np.take_along_axis(np.asarray(scores), z[f"{key}candidates"], -1), z[f"{key}path_scores"])
 
 
 @pytest.mark.parametrize("execution", ["sequential", "lattice"])

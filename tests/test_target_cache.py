@@ -8,14 +8,14 @@ import pytest
 
 from dspark_jax.data import target_cache
 from dspark_jax.data.target_cache import RECORD, TargetCache
-from public_pairs import GOLDENS, arrays
+from golden import GOLDENS
 
 HIDDEN = ("target_hidden_states", "target_last_hidden_states")
 TOKENS = ("input_ids", "attention_mask", "loss_mask")
 
 
 def test_reads_back_exactly():
-    cache, expected = TargetCache(GOLDENS / "dspark/cache_v2"), arrays("dspark/cache_v2/expected.npz")
+    cache, expected = TargetCache(GOLDENS / "dspark/cache_v2"), np.load(GOLDENS / "dspark/cache_v2/expected.npz")
     assert len(cache) == 3 and cache.target_layer_ids == (0, 2) and cache.hidden_size == 96 and cache.target == "target"
     assert cache.lengths.tolist() == expected["index_records"][:, 2].tolist()
     for i in range(3):

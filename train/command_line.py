@@ -32,7 +32,7 @@ def run(main) -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if not _is_bad_input(error):
+        if not is_bad_input(error):
             raise
         _fail(error)
 
@@ -76,7 +76,8 @@ def _names(value, prefix):
     return [name for key, inner in value.items() for name in _names(inner, f"{prefix}.{key}")]
 
 
-def _is_bad_input(error):
+def is_bad_input(error: Exception) -> bool:
+    """Whether a program ends with one line and exit code 2 where this is raised, rather than with a traceback."""
     if isinstance(error, (AssetError, OSError)):
         return True
     # A ValueError that our own code raises is about the input; one from inside a library is a bug of ours.

@@ -162,10 +162,12 @@ def parse_json(text: bytes, file):
     """JSON of a file from elsewhere; raises ValueError that names the file, also for a key that occurs twice."""
 
     def unique(pairs):
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
-        return dict(pairs)
+        found = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"key {key!r} occurs twice")
+            found[key] = value
+        return found
 
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=unique)
