@@ -302,7 +302,7 @@ PROFILE = """
 import runpy, sys
 import dspark_jax as ds, tiny
 ds.load_target = lambda where: tiny.target()
-ds.load_drafter = lambda where, target: tiny.drafter(target)
+ds.load_drafter = lambda where, target: tiny.drafter(target, block_length=1)
 runpy.run_module(sys.argv.pop(1), run_name="__main__")
 """
 
@@ -313,10 +313,10 @@ def test_the_profiler_measures_the_compiled_sizes(tmp_path):
                   program=PROFILE)
     assert result.returncode == 0, result.stderr
     data, curve = json.loads(out.read_text()), capacity.load(out)
-    assert data["buckets"] == [1, 2, 4, 5, 7, 8] and len(data["verify_seconds"]) == 6
-    assert len(curve.steps_per_second) == 9 and len(curve.plain_steps_per_second) == 3
-    assert curve.steps_per_second[6] == curve.steps_per_second[7] == 1 / (data["verify_seconds"][4] + data["draft_seconds"])
+    assert data["buckets"] == [1, 2, 3, 4] and len(data["verify_seconds"]) == 4
+    assert len(curve.steps_per_second) == 5 and len(curve.plain_steps_per_second) == 3
+    assert curve.steps_per_second[3] == 1 / (data["verify_seconds"][2] + data["draft_seconds"])
     assert curve.source.startswith("measured, 2 requests, processor ") and data["machine"]["cores"] >= 1
     assert [line.split()[0] for line in result.stdout.splitlines()[:3]] == ["tokens", "1", "2"]
-    wrong = _run("train.profile_verify", "--drafter=.", "--context=2045", f"--out={out}", program=PROFILE)
-    assert wrong.returncode == 2 and "--context: 2045; with a block it exceeds" in wrong.stderr
+    wrong = _run("train.profile_verify", "--drafter=.", "--context=2047", f"--out={out}", program=PROFILE)
+    assert wrong.returncode == 2 and "--context: 2047; with a block it exceeds" in wrong.stderr

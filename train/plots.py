@@ -45,7 +45,8 @@ def load_diagram(path, curves: dict[str, list[dict]], capacity: str) -> None:
     fixed = [name for name in curves if name.startswith("static")]
     for panel, (x, y) in zip(panels, axes):
         for name, outcomes in curves.items():
-            style = {"linewidth": 2.5} if name in ("causal", "lagged") else {"linewidth": 1, "linestyle": "--"}
+            width = {"causal": 4, "lagged": 2}.get(name)  # they may lie on each other
+            style = {"linewidth": width} if width else {"linewidth": 1, "linestyle": "--"}
             if name in fixed:
                 style["color"] = str(0.8 - 0.6 * fixed.index(name) / len(fixed))
             panel.plot([o[x] for o in outcomes], [o[y] for o in outcomes], marker=".", label=name, **style)
