@@ -266,7 +266,7 @@ for argument in sys.argv[1:]:
         flags.FLAGS[name].unparse()
     flags.FLAGS(["simulate", *argument.split()])
     try:
-        simulate.main(["simulate"])
+        simulate.main()
     except (ValueError, OSError) as error:
         print(error)
 """
