@@ -67,7 +67,8 @@ def make_step(config, loss, anchors_per_sequence, optimizer, online=None):
 
         def objective(params):
             sums = terms(config, params, frozen, batch, key, anchors_per_sequence, loss.decay)
-            return losses.combine_terms(sums, loss.ce, loss.l1, loss.confidence if config.confidence else 0.0)
+            weights = {"ce": loss.ce, "l1": loss.l1, "confidence": loss.confidence if config.confidence else 0.0}
+            return losses.weighted_sum(sums, weights), losses.metrics_of(sums)
 
         (value, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(params)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
