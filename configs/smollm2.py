@@ -27,6 +27,7 @@ def get_config():
     config.evaluation = config_dict.ConfigDict()
     config.evaluation.prompts = 8  # of each set, decoded before and after training; 0: none
     config.evaluation.max_new_tokens = 64
+    config.evaluation.blocks_every = 100  # steps between logs of candidate and path metrics; 0: never
 
     config.features = config_dict.ConfigDict()
     config.features.cached = True

@@ -15,7 +15,7 @@ import slow
 from dspark_jax import losses
 from dspark_jax.loss_weights import LossWeights, loss_denominators
 from golden import close
-from train import benchmark_losses, features, loop, objective
+from train import benchmark_losses, block_evaluation, features, loop, objective
 
 ALL = dict(ce=0.1, l1=0.9, confidence=0.5, unary=0.3, kl=0.2, candidates=0.7, expected_length=0.4)
 IDS = np.arange(3, 48, 2)
@@ -273,3 +273,54 @@ def test_unknown_loss_field():
         objective.loss_weights({"ce": 1.0, "cw": 2.0})
     assert str(error.value).startswith("loss.cw: unknown field; allowed: ce, l1, confidence, unary")
     assert objective.loss_weights({"ce": 1.0, "decay": None}) == LossWeights(ce=1.0, decay=None)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("transition, execution", [("context", "lattice"), ("recurrent", "sequential")])
+def test_path_metrics(transition, execution):
+    drafter, frozen, batch = setting(transition, execution=execution)
+    blocks = parts(drafter, frozen, batch)
+    evaluate = block_evaluation.make_evaluation(drafter.config, anchors=7, anchors_per_chunk=3)
+    metrics = jax.jit(evaluate)(drafter.params, frozen, batch, jax.random.key(3))
+    base, logits, hidden, q = arrays(drafter, frozen, batch, blocks)
+    table, M, T = jax.tree.map(np.asarray, drafter.params["transition"]), drafter.config.candidates, 4
+    found, mass, forced, walked = ([[] for _ in range(T)] for _ in range(4))
+    oracle, path = [], []
+    for n in supervised(blocks["mask"].any(-1)):
+        anchor, labels = int(batch["tokens"][n[0], blocks["anchors"][n]]), np.asarray(blocks["labels"][n])
+        if execution == "lattice":
+            drafted, candidates, _ = slow.greedy_lattice(transition, table, base[n], hidden[n], anchor, M, IDS)
+        else:
+            drafted, _ = slow.greedy_sequential(transition, table, base[n], hidden[n], anchor, IDS)
+            candidates = np.array([[IDS[c] for c in slow.top(row, M)] for row in base[n]])
+        count = int(blocks["mask"][n].sum())  # a prefix
+        alive, best = True, True
+        oracle.append(1)
+        path.append(1)
+        for t in range(count):
+            label = IDS[labels[t]]
+            allowed = range(len(IDS))
+            if execution == "lattice":
+                allowed = np.flatnonzero(np.isin(IDS, candidates[t]))
+            found[t].append(label in candidates[t])
+            mass[t].append(q[n][t][candidates[t]].sum())
+            forced[t].append(max(allowed, key=lambda b: logits[n][t][b]) == labels[t])
+            if alive:
+                walked[t].append(drafted[t] == label)
+            alive, best = alive and drafted[t] == label, best and label in candidates[t]
+            oracle[-1] += best
+            path[-1] += alive
+    mean = lambda lists: [np.mean(x) if x else 0 for x in lists]
+    close(metrics["candidate_recall"], mean(found))
+    close(metrics["candidate_mass"], mean(mass))
+    close(metrics["forced_accuracy"], mean(forced))
+    close(metrics["path_accuracy"], mean(walked))
+    close(metrics["oracle_accepted_length"], np.mean(oracle))
+    close(metrics["path_accepted_length"], np.mean(path))
+    assert 1 < np.mean(path) < np.mean(oracle)
+    # What the step logs too is the same.
+    (_, terms), _ = loss_and_gradient(LossWeights(), 7, drafter, frozen, batch, blocks)
+    for name, value in losses.metrics_of(terms).items():
+        close(metrics[name], value)

@@ -61,6 +61,8 @@ def test_loss_falls(run):
     assert mean("expected_accepted_length", steps[-5:]) > mean("expected_accepted_length", steps[:5])
     assert all(len(s["accept_rate"]) == 3 and np.isfinite(s["loss"]) for s in steps)
     assert all(s["gradient_norm"] > 0 and s["positions_per_second"] > 0 for s in steps)
+    evaluated = [s["step"] for s in steps if "path_accuracy" in s]
+    assert evaluated == [1, 11, 21] and all(len(steps[i - 1]["candidate_recall"]) == 3 for i in evaluated)
     assert list((workdir / "tensorboard").glob("events*"))
 
 

@@ -48,7 +48,7 @@ def config(tokens):
         "loss": {"ce": 0.1, "l1": 0.9, "confidence": 0.1, "decay": 4.0, "position_weights": "decay"},
         "optimizer": {
             "lr": 1e-2, "warmup_steps": 3, "decay_steps": None, "b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "clip": 1.0},
-        "evaluation": {"prompts": 0, "max_new_tokens": 8},
+        "evaluation": {"prompts": 0, "max_new_tokens": 8, "blocks_every": 10},
     }
     return config_dict.ConfigDict(sections)
 
