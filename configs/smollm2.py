@@ -27,6 +27,7 @@ def get_config():
     config.evaluation = config_dict.ConfigDict()
     config.evaluation.prompts = 8  # of each set, decoded before and after training; 0: none
     config.evaluation.max_new_tokens = 64
+    config.evaluation.blocks_every = 100  # steps between logs of candidate and path metrics; 0: never
 
     config.features = config_dict.ConfigDict()
     config.features.cached = True
@@ -51,12 +52,23 @@ def get_config():
     config.batch = config_dict.ConfigDict()
     config.batch.sequences = 8
     config.batch.anchors = 32
+    config.batch.anchors_per_chunk = config_dict.placeholder(int)  # None: as many as fit into 64 MB of logits
+    config.batch.micro_steps = 1  # parts that a batch is computed in, one after the other
 
-    config.loss = config_dict.ConfigDict()
+    config.loss = config_dict.ConfigDict()  # dspark_jax/loss_weights.py says what each is
     config.loss.ce = 0.3
     config.loss.l1 = 0.9
     config.loss.confidence = 0.1
+    config.loss.unary = 0.0
+    config.loss.kl = 0.0
+    config.loss.candidates = 0.0
+    config.loss.expected_length = 0.0
     config.loss.decay = 4.0
+    config.loss.position_weights = "decay"
+    config.loss.smoothing = 0.5
+    config.loss.missing_label = "exclude"
+    config.loss.candidates_stop_gradient = False
+    config.loss.candidates_warmup = 0
 
     config.optimizer = config_dict.ConfigDict()
     config.optimizer.lr = 1.2e-3

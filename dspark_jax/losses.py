@@ -1,27 +1,41 @@
 """Training objectives of a block drafter, as sums that can be added up over chunks and devices before they are divided.
 
-With draft logits z (after the transition term), target logits y, labels l, a mask m of supervised drafts and weights
-w_t = m_t exp(-t / decay), the terms of one draft are
+With draft logits z (after the transition term), base logits U, target logits y, labels l, a mask m of supervised
+drafts, p = softmax(z), q = softmax(y) and a weight w_t per draft, the terms of a draft are
 
-    ce          -log softmax(z)[l]
-    l1          sum_v | softmax(z)_v - softmax(y)_v |                    (not halved)
-    confidence  binary cross-entropy of the confidence logit against the acceptance rate alpha, held constant
-    alpha       1 - l1 / 2 = sum_v min(softmax(z)_v, softmax(y)_v)       the chance that a draw from z survives y
+    ce            -log p(l)
+    unary         -log softmax(U)(l)
+    l1            sum_v |p_v - q_v|                                             (twice the total variation)
+    kl            sum_v q_v log(q_v / p_v)
+    candidates    -log softmax_M(S)(l), over the M best tokens of U only        (S = z at those tokens)
+    confidence    binary cross-entropy of the confidence logit against alpha, held constant
+    alpha         1 - l1 / 2 = sum_v min(p_v, q_v)                              the chance that a draw from p survives q
 
-and a loss is  sum_k weight_k * (sum w x_k) / (sum w + 1e-6). The sums run over every device and every chunk:
-`drafter_terms` returns numerators and denominators, which are added with `jax.tree.map(jnp.add, ...)` or `jax.lax.psum`,
-and `combine_terms` divides once. `drafter_loss` is the two in a row. Terms are computed in float32 or wider.
+and that of a block is its expected accepted length E[tau] = 1 + sum_j prod_{i<=j} alpha_i m_i. A loss is
 
-Shape letters: T draft positions, V vocabulary of the draft logits, M candidates per position; "..." leading axes (batch,
-anchors).
+    sum_k weight_k (sum w x_k) / (sum w + 1e-6)  -  weight (sum over blocks of E[tau]) / (blocks + 1e-6)
+
+The sums run over every device, micro-step and chunk. Terms are numerators and denominators (`Ratio`) that are added
+with `jax.tree.map(jnp.add, ...)` or `jax.lax.psum`; `weighted_sum` and `metrics_of` divide once. The denominators of a
+loss depend on the mask alone (`dspark_jax.loss_weights`), so they are known before any part of the batch is computed,
+and the loss of the batch is then a plain sum over its parts.
+
+Weights w_t of the drafts of a block: "decay" m_t exp(-t / decay), or "adaptive" (`adaptive_weights`).
+
+Shape letters: T draft positions, V vocabulary of the draft logits, M candidates per position; "..." leading axes
+(batch, anchors).
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.divergences import accept_rate, cross_entropy, l1_distance, wide
+
 EPSILON = 1e-6  # in the loss only: a batch without supervised drafts gives 0 instead of 0/0
+MISSING_LABEL = ("exclude", "inject")  # what `candidate_cross_entropy` can do with a label that is no candidate
 
 
 class Ratio(NamedTuple):
@@ -40,16 +54,6 @@ class Ratio(NamedTuple):
         return jnp.where(empty, 0.0, self.numerator / jnp.where(empty, 1.0, self.denominator))
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _softmax(x: jax.Array) -> jax.Array:
-    # Through the log-sum-exp, so that the quotient needs no pass of its own.
-    x = _wide(x)
-    return jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True))
-
-
 def position_weights(mask: jax.Array, decay: float | None) -> jax.Array:
     """w_t = m_t exp(-t / decay): bool [..., T] -> float32 [..., T].
 
@@ -61,52 +65,41 @@ def position_weights(mask: jax.Array, decay: float | None) -> jax.Array:
     return weights * jnp.exp(-jnp.arange(mask.shape[-1], dtype=jnp.float32) / decay)
 
 
+def adaptive_weights(probability: jax.Array, mask: jax.Array, smoothing: float = 0.5) -> jax.Array:
+    """Weights from what the drafter can do already, D-PACE (arXiv:2605.18810): two [..., T] -> [..., T], held constant.
+
+        c_i = (1 - smoothing) p_i(l_i) + smoothing          w_j = m_j sum_{k>=j} prod_{i<=k} c_i m_i
+
+    Without smoothing w_j is the derivative of sum_k prod_{i<=k} p_i(l_i), the accepted length, by log p_j(l_j): cross-
+    entropy with these weights climbs it. Smoothing keeps the later drafts alive while the first ones are still bad. The
+    sum of the weights is therefore not a measure of size to divide by: divide by the number of blocks.
+
+    probability: p(label) under the drafter's law. Drafts behind an unsupervised one have weight 0.
+    """
+    confidence = (1 - smoothing) * probability + smoothing
+    reached = jnp.cumprod(confidence * mask, axis=-1)
+    return jax.lax.stop_gradient(jnp.flip(jnp.cumsum(jnp.flip(reached, axis=-1), axis=-1), axis=-1))
+
+
+def supervised_blocks(mask: jax.Array) -> jax.Array:
+    """1 for a block with a supervised draft, else 0: bool [..., T] -> float32 [...]."""
+    return jnp.any(mask, axis=-1).astype(jnp.float32)
+
+
 def weighted(weights: jax.Array, values: jax.Array, axis=None) -> Ratio:
     """sum w x and sum w over `axis` (default all). Values of weight 0 may be anything, infinities included."""
     values = jnp.where(weights > 0, values, 0.0)
     return Ratio(jnp.sum(weights * values, axis), jnp.sum(weights, axis))
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """-log softmax(z)[l]: logits [..., V], labels int [...] -> [...]."""
-    logits = _wide(logits)
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
-
-
-@jax.custom_jvp
-def l1_distance(draft_logits: jax.Array, target_logits: jax.Array) -> jax.Array:
-    """sum_v |p_v - q_v| with p = softmax(z), q = softmax(y), in [0, 2]: two [..., V] -> [...].
-
-    Its derivative is given by hand, dl1 = sum_v p_v (s_v - sum_u s_u p_u) dz_v - (the same with q and y), with
-    s = sign(p - q) and sign(0) = 0. Differentiated operation by operation it keeps two more arrays of the size of the
-    logits and takes half as long again (CPU, V = 151,936: 85 ms against 57 ms for the gradient of the whole loss).
-    """
-    p, q = _softmax(draft_logits), _softmax(target_logits)
-    return jnp.sum(jnp.abs(p - q), axis=-1)
-
-
-@l1_distance.defjvp
-def _l1_distance_jvp(primals, tangents):
-    p, q = map(_softmax, primals)
-    s = jnp.sign(p - q)
-    dp, dq = (jnp.sum(x * (s - jnp.sum(s * x, axis=-1, keepdims=True)) * dx, axis=-1) for x, dx in zip((p, q), tangents))
-    return jnp.sum(jnp.abs(p - q), axis=-1), (dp - dq).astype(p.dtype)
-
-
-def accept_rate(l1: jax.Array) -> jax.Array:
-    """alpha = clamp(1 - l1 / 2, 0, 1), the chance that a token drawn from the draft law is accepted: [...] -> [...]."""
-    return jnp.clip(1 - l1 / 2, 0, 1)
-
-
 def confidence_bce(confidence_logits: jax.Array, accept: jax.Array) -> jax.Array:
     """-alpha log sigmoid(c) - (1 - alpha) log(1 - sigmoid(c)), alpha held constant: two [...] -> [...]."""
-    c, alpha = _wide(confidence_logits), jax.lax.stop_gradient(accept)
+    c, alpha = wide(confidence_logits), jax.lax.stop_gradient(accept)
     return jax.nn.softplus(c) - alpha * c
 
 
 def expected_accepted_length(accept: jax.Array, mask: jax.Array) -> jax.Array:
-    """Tokens a block is expected to give, 1 + sum_j prod_{i<=j} alpha_i m_i, bonus token included: [..., T] -> [...]."""
+    """Tokens expected of a block, 1 + sum_j prod_{i<=j} alpha_i m_i, bonus token included: two [..., T] -> [...]."""
     return 1 + jnp.sum(jnp.cumprod(accept * mask, axis=-1), axis=-1)
 
 
@@ -117,8 +110,11 @@ def drafter_terms(
     mask: jax.Array,
     confidence_logits: jax.Array | None,
     decay: float | None = 4.0,
+    *,
+    weights: jax.Array | None = None,
+    log_normalizer: jax.Array | None = None,
 ) -> dict[str, Ratio]:
-    """All terms and metrics of a batch (or of a part of it) as undivided sums.
+    """DSpark's terms and metrics of a batch (or of a part of it) as undivided sums.
 
     Args:
       draft_logits: [..., T, V], transition term included.
@@ -127,16 +123,20 @@ def drafter_terms(
       mask: bool [..., T], supervised drafts.
       confidence_logits: [..., T], or None: no confidence terms.
       decay: of the position weights, in positions.
+      weights: [..., T], of "ce" and "l1"; None: the position weights.
+      log_normalizer: [..., T], log sum_v exp(y_v) over all tokens of the target, where the V of the logits are only
+        some of them (`dspark_jax.divergences`); None: they are all.
 
     Returns: dict of `Ratio`:
       "ce", "l1", "confidence": weighted sums of the terms in the module docstring;
       "accept_rate": [T], alpha per position, not weighted;
-      "expected_accepted_length": over blocks with a supervised draft;
+      "expected_accepted_length": over blocks with a supervised draft, differentiable;
       "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias": |s - alpha|, s - alpha and the difference of
       their running products along the block, weighted, with s = sigmoid(confidence logit).
     """
     leading = tuple(range(mask.ndim - 1))
-    weights = position_weights(mask, decay)
+    position = position_weights(mask, decay)
+    weights = position if weights is None else weights
     zero, zeros = jnp.zeros(()), jnp.zeros(mask.shape[-1])
     scalars = ("l1", "confidence", "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias")
     terms = {name: Ratio(zero, zero) for name in (*scalars, "expected_accepted_length")}
@@ -145,35 +145,45 @@ def drafter_terms(
     if target_logits is None:
         return terms
 
-    l1 = l1_distance(draft_logits, target_logits)
-    alpha = jax.lax.stop_gradient(accept_rate(l1))
-    blocks = jnp.any(mask, axis=-1).astype(jnp.float32)
+    l1 = l1_distance(draft_logits, target_logits, log_normalizer)
+    alpha = accept_rate(l1)
     terms["l1"] = weighted(weights, l1)
     terms["accept_rate"] = weighted(mask.astype(jnp.float32), alpha, leading)
-    terms["expected_accepted_length"] = weighted(blocks, expected_accepted_length(alpha, mask))
+    terms["expected_accepted_length"] = weighted(supervised_blocks(mask), expected_accepted_length(alpha, mask))
     if confidence_logits is None:
         return terms
 
-    terms["confidence"] = weighted(weights, confidence_bce(confidence_logits, alpha))
-    s = jax.lax.stop_gradient(jax.nn.sigmoid(_wide(confidence_logits)))
+    terms["confidence"] = weighted(position, confidence_bce(confidence_logits, alpha))
+    s = jax.nn.sigmoid(wide(confidence_logits))
     survival = jnp.cumprod(s * mask, axis=-1) - jnp.cumprod(alpha * mask, axis=-1)
-    terms["confidence_abs_error"] = weighted(weights, jnp.abs(s - alpha))
-    terms["confidence_bias"] = weighted(weights, s - alpha)
-    terms["confidence_cumprod_bias"] = weighted(weights, survival)
+    terms["confidence_abs_error"] = weighted(position, jnp.abs(s - alpha))
+    terms["confidence_bias"] = weighted(position, s - alpha)
+    terms["confidence_cumprod_bias"] = weighted(position, survival)
     return terms
 
 
-def combine_terms(
-    terms: dict[str, Ratio], ce: float = 0.1, l1: float = 0.9, confidence: float = 1.0
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Divides the sums of `drafter_terms`: (ce * CE + l1 * L1 + confidence * CONF, metrics with the keys of `terms`).
+def weighted_sum(
+    terms: Mapping[str, Ratio],
+    weights: Mapping[str, jax.Array | float],
+    denominators: Mapping[str, jax.Array] | None = None,
+) -> jax.Array:
+    """The loss: sum_k weight_k numerator_k / (denominator_k + 1e-6).
 
     A weight that is the Python number 0 leaves its term out, so that its backward pass is not even traced.
+    denominators: of the terms with a weight, where `terms` are of a part of the batch and the denominators are known
+    for all of it (`dspark_jax.loss_weights.loss_denominators`); None: those of the terms.
     """
-    weights = {"ce": ce, "l1": l1, "confidence": confidence}
-    used = {name: w for name, w in weights.items() if not (isinstance(w, (int, float)) and w == 0)}
-    loss = sum((w * terms[name].loss() for name, w in used.items()), jnp.zeros(()))
-    return loss, {name: ratio.metric() for name, ratio in terms.items()}
+    loss = jnp.zeros(())
+    for name, weight in weights.items():
+        if not (isinstance(weight, (int, float)) and weight == 0):
+            ratio = terms[name] if denominators is None else Ratio(terms[name].numerator, denominators[name])
+            loss += weight * ratio.loss()
+    return loss
+
+
+def metrics_of(terms: Mapping[str, Ratio]) -> dict[str, jax.Array]:
+    """Every term divided by its own denominator, without the epsilon."""
+    return {name: ratio.metric() for name, ratio in terms.items()}
 
 
 def drafter_loss(
@@ -187,13 +197,13 @@ def drafter_loss(
     confidence: float = 1.0,
     decay: float | None = 4.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """DSpark's objective; ce=1, l1=0, confidence=0 is DFlash's.
+    """DSpark's objective; ce=1, l1=0, confidence=0 is DFlash's, cross-entropy with decay.
 
     Arguments as in `drafter_terms`, then the weights of the three terms. Returns the scalar loss and the metrics "ce",
     "l1", "confidence", "accept_rate" [T], "expected_accepted_length" (and the confidence errors), without the epsilon.
     """
     terms = drafter_terms(draft_logits, target_logits, labels, mask, confidence_logits, decay)
-    return combine_terms(terms, ce=ce, l1=l1, confidence=confidence)
+    return weighted_sum(terms, {"ce": ce, "l1": l1, "confidence": confidence}), metrics_of(terms)
 
 
 def locate_label(candidates: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -235,8 +245,8 @@ def candidate_cross_entropy(
 
     Returns: `Ratio`. Raises ValueError for an unknown policy, or "inject" without `label_scores`.
     """
-    if policy not in ("exclude", "inject"):
-        raise ValueError(f"policy: unknown name {policy!r}; allowed: exclude, inject")
+    if policy not in MISSING_LABEL:
+        raise ValueError(f"policy: unknown name {policy!r}; allowed: {', '.join(MISSING_LABEL)}")
     if policy == "inject":
         if label_scores is None:
             raise ValueError('label_scores: None, but policy "inject" needs the scores [..., T] of the labels')

@@ -80,8 +80,8 @@ def deepspec_training(head):
     def run(params):
         def loss(params):
             terms, arrays = deepspec_terms(params, drafter, z)
-            value, metrics = losses.combine_terms(terms, ce, l1, confidence if drafter.config.confidence else 0.0)
-            return value, (terms, metrics, arrays)
+            weights = {"ce": ce, "l1": l1, "confidence": confidence if drafter.config.confidence else 0.0}
+            return losses.weighted_sum(terms, weights), (terms, losses.metrics_of(terms), arrays)
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 

@@ -61,6 +61,8 @@ def test_loss_falls(run):
     assert mean("expected_accepted_length", steps[-5:]) > mean("expected_accepted_length", steps[:5])
     assert all(len(s["accept_rate"]) == 3 and np.isfinite(s["loss"]) for s in steps)
     assert all(s["gradient_norm"] > 0 and s["positions_per_second"] > 0 for s in steps)
+    evaluated = [s["step"] for s in steps if "path_accuracy" in s]
+    assert evaluated == [1, 11, 21] and all(len(steps[i - 1]["candidate_recall"]) == 3 for i in evaluated)
     assert list((workdir / "tensorboard").glob("events*"))
 
 
@@ -164,6 +166,9 @@ def test_damaged_run_directory(run, tmp_path):
     ("drafter", "rank", 20, "rank: 20; must lie in [1, 19]"),
     ("optimizer", "warmup_steps", 30, "optimizer.warmup_steps: 30; must lie in [0, steps = 30)"),
     ("batch", "sequences", 25, "batch.sequences: 25; must lie in [1, 24]"),
+    ("batch", "micro_steps", 3, "batch.micro_steps: 3; must divide batch.sequences, 4"),
+    ("batch", "anchors_per_chunk", 0, "batch.anchors_per_chunk: 0; must be at least 1"),
+    ("loss", "position_weights", "linear", "loss.position_weights: unknown name 'linear'; allowed: decay, adaptive"),
     ("data", "source_weights", {"gsm8k": 0.0, "chat": 0.0}, "batch.sequences: 4; must lie in [1, 0]"),
 ])
 def test_bad_training_config(tokens, tmp_path, section, field, value, message):
@@ -281,7 +286,7 @@ def test_online_equals_cached(tokens, tmp_path):
     sequences = [rng.integers(0, tiny_run.VOCABULARY, n) for n in (40, 25, 33, 40)]
     cached = features.compute(target, sequences, taps, tmp_path)
     rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
-    frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows,
+    frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows, "target_head": target.head_rows(),
               "target_to_draft": loop.inverse(np.arange(20), tiny_run.VOCABULARY), "target": target.params}
     optimizer = objective.make_optimizer(config.optimizer, config.steps)
     results = []
@@ -289,8 +294,9 @@ def test_online_equals_cached(tokens, tmp_path):
         batch = batches.assemble(sequences, [4, 5, 3, 6], given, [0, 1, 2, 3], 40)
         batch = {name: jnp.asarray(a) for name, a in batch.items() if a is not None}
         assert ("features" in batch) == (online is None)
-        step = jax.jit(objective.make_step(model, config.loss, 6, optimizer, online))
-        results.append(step(drafter.params, optimizer.init(drafter.params), frozen, batch, jax.random.key(1)))
+        step = jax.jit(objective.make_step(
+            model, objective.loss_weights(config.loss), optimizer, anchors=6, online=online))
+        results.append(step(drafter.params, optimizer.init(drafter.params), frozen, batch, jax.random.key(1), 0))
     (_, _, stored), (_, _, computed) = results
     for name in stored:
         np.testing.assert_allclose(stored[name], computed[name], rtol=1e-2, atol=1e-3, err_msg=name)

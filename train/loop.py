@@ -23,7 +23,7 @@ from dspark_jax.backbone import Attention, BackboneConfig
 from dspark_jax.checkpoints import run as run_checkpoints
 from dspark_jax.data import sources
 from dspark_jax.data.conversations import OnPolicyTokens
-from train import batches, bigram, features, measure, objective
+from train import batches, bigram, block_evaluation, features, measure, objective
 
 
 def train(config, workdir, target=None):
@@ -43,9 +43,17 @@ def train(config, workdir, target=None):
     if not 2 <= config.data.max_length <= target.config.max_position_embeddings:
         raise ValueError(f"data.max_length: {config.data.max_length}; must lie in "
                          f"[2, {target.config.max_position_embeddings}], the target's context")
-    for name, value in (("checkpoint_every", config.checkpoint_every), ("batch.anchors", config.batch.anchors)):
-        if value < 1:
+    loss = objective.loss_weights(config.loss)
+    for name, value in (("checkpoint_every", config.checkpoint_every), ("batch.anchors", config.batch.anchors),
+                        ("batch.anchors_per_chunk", config.batch.anchors_per_chunk),
+                        ("batch.micro_steps", config.batch.micro_steps)):
+        if value is not None and value < 1:
             raise ValueError(f"{name}: {value}; must be at least 1")
+    if config.evaluation.blocks_every < 0:
+        raise ValueError(f"evaluation.blocks_every: {config.evaluation.blocks_every}; must be at least 0")
+    if config.batch.sequences % config.batch.micro_steps:
+        raise ValueError(f"batch.micro_steps: {config.batch.micro_steps}; must divide batch.sequences, "
+                         f"{config.batch.sequences}")
 
     # ---------------------------------------------------------------- data
     token_file = config.data.tokens or sources.SHIPPED_TOKENS
@@ -71,15 +79,19 @@ def train(config, workdir, target=None):
     drafter = starting_drafter(config, model, target, data, sequences)
     params, draft_ids = drafter.params, drafter.draft_to_target
     loading.write_run_file(workdir, model, draft_ids)
-    frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows,
+    frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows, "draft_to_target": draft_ids,
+              "target_head": None if draft_ids is None else target.head_rows(),
               "target_to_draft": inverse(draft_ids, target.config.vocab_size)}
     online = None
     if not config.features.cached:
         online, frozen["target"] = (target.config, taps), target.params
 
     # -------------------------------------------------------------- update
-    step_fn = jax.jit(objective.make_step(model, config.loss, config.batch.anchors, optimizer, online),
-                      donate_argnums=(0, 1))
+    step_fn = jax.jit(objective.make_step(
+        model, loss, optimizer, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk,
+        micro_steps=config.batch.micro_steps, online=online), donate_argnums=(0, 1))
+    evaluate = jax.jit(block_evaluation.make_evaluation(
+        model, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk, online=online))
     manager = run_checkpoints.open_manager(workdir)
     fresh = jax.tree.map(jnp.copy, params)  # the step donates what it is given; the evaluation wants the start again
     start, state = run_checkpoints.restore(manager, {"params": fresh, "opt_state": optimizer.init(params)})
@@ -97,8 +109,11 @@ def train(config, workdir, target=None):
             chosen = batches.choose(lengths, weights, config.batch.sequences, config.seed, step)
             batch = batches.assemble(sequences, data.prompt_len, rows, chosen, config.data.max_length)
             batch = {name: jnp.asarray(array) for name, array in batch.items() if array is not None}
-            params, opt_state, out = step_fn(params, opt_state, frozen, batch, jax.random.fold_in(key, step))
-            out = {name: np.asarray(value).round(6).tolist() for name, value in out.items()}
+            step_key, evaluated = jax.random.fold_in(key, step), {}
+            if config.evaluation.blocks_every and step % config.evaluation.blocks_every == 0:
+                evaluated = evaluate(params, frozen, batch, step_key)  # the blocks of this step, not trained on yet
+            params, opt_state, out = step_fn(params, opt_state, frozen, batch, step_key, step)
+            out = {name: np.asarray(value).round(6).tolist() for name, value in (evaluated | out).items()}
             out["positions_per_second"] = round(positions / (time.monotonic() - began), 1)
             metrics.write(step + 1, out)
             bar.set_postfix_str(f"loss {out['loss']:.3f}, accepted length {out['expected_accepted_length']:.3f}, "

@@ -1,15 +1,25 @@
 """One training step: anchors, blocks, both heads, the loss and the update, as pure functions.
 
-B sequences, S positions, N anchors per sequence, T draft positions, Vd draft vocabulary, D model width.
+B sequences, S positions, N anchors per sequence, T draft positions, V target vocabulary, Vd draft vocabulary, D model
+width, M candidates per position.
+
+``frozen``, what is not trained: "embedding" [V, D], "head_rows" [Vd, D], "target_to_draft" int [V] (-1: not in the
+draft vocabulary); with a reduced draft vocabulary "draft_to_target" int [Vd] and "target_head" [V, D], otherwise None;
+with the target in the program "target".
+``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state.
 """
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from dspark_jax import anchors as anchors_lib
-from dspark_jax import losses, transitions
+from dspark_jax import chunks, divergences, layers, losses, sampling, transitions
 from dspark_jax.drafter import base_logits, block_confidence, training_hidden
+from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominators
 from train import features as features_lib
 
 
@@ -28,50 +38,144 @@ def make_optimizer(options, steps):
         optax.adamw(schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay))
 
 
-def terms(config, params, frozen, batch, key, anchors_per_sequence, decay):
-    """Undivided loss terms of one batch (`losses.drafter_terms`).
+def loss_weights(options):
+    """The `LossWeights` of a training config's ``loss`` section; fields left out have their defaults."""
+    allowed = [field.name for field in dataclasses.fields(LossWeights)]
+    for name in options:
+        if name not in allowed:
+            raise ValueError(f"loss.{name}: unknown field; allowed: {', '.join(allowed)}")
+    return LossWeights(**options)
 
-    ``frozen``: "embedding" [V, D], "head_rows" [Vd, D], "target_to_draft" int [V] (-1: not in the draft vocabulary).
-    ``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state.
-    With a reduced draft vocabulary the target's law is taken within it, so accept rates, the accepted length expected
-    from them and the labels of the confidence head are a little higher than what decoding will see.
-    """
-    T = config.block_length
-    tokens, features = batch["tokens"], batch["features"].astype(jnp.float32)
-    width = config.backbone.hidden_size
-    anchors, keep = anchors_lib.sample_anchors(key, batch["loss_mask"], anchors_per_sequence)
-    hidden = training_hidden(config, params, frozen["embedding"], features[..., :-width], tokens, anchors, keep)
-    predecessors = anchors_lib.predecessors(tokens, anchors, keep, T)
-    logits = transitions.teacher_forced_logits(
-        transitions.get_transition(config.transition), params.get("transition", {}),
-        base_logits(config, frozen["head_rows"], hidden), predecessors, hidden)
 
-    labels = frozen["target_to_draft"][anchors_lib.labels(tokens, anchors, keep, T)]
+def with_features(batch, frozen, online):
+    """The batch with features that the target makes now: ``online`` is (target config, taps). None: as it is."""
+    if online is None:
+        return batch
+    return batch | {"features": features_lib.rows_of(online[0], frozen["target"], batch["tokens"], online[1])}
+
+
+def sample_blocks(config, batch, target_to_draft, key, anchors):
+    """Where blocks start and what they predict: "anchors", "keep" [B, N]; "predecessors" (target ids), "labels" (draft
+    ids), "mask" (supervised drafts), "sources" (positions at which the target predicts the labels) [B, N, T]."""
+    T, tokens = config.block_length, batch["tokens"]
+    anchors, keep = anchors_lib.sample_anchors(key, batch["loss_mask"], anchors)
+    labels = target_to_draft[anchors_lib.labels(tokens, anchors, keep, T)]
     # A draft behind a token that can't be drafted is never reached: the running AND goes on over the draft vocabulary.
     mask = anchors_lib.evaluation_mask(batch["loss_mask"], anchors, keep, T)
     mask = jnp.cumprod(mask & (labels >= 0), axis=-1).astype(bool)
-    final = anchors_lib.gather(features[..., -width:], anchors_lib.target_indices(anchors, keep, T, tokens.shape[1]))
-    # The target's law given that the token is in the draft vocabulary.
-    target_logits = jax.lax.stop_gradient(final @ frozen["head_rows"].T)
-    confidence = block_confidence(config, params, hidden, predecessors)
-    return losses.drafter_terms(logits, target_logits, jnp.maximum(labels, 0), mask, confidence, decay)
+    return {
+        "anchors": anchors, "keep": keep, "predecessors": anchors_lib.predecessors(tokens, anchors, keep, T),
+        "labels": jnp.maximum(labels, 0), "mask": mask,
+        "sources": anchors_lib.target_indices(anchors, keep, T, tokens.shape[1])}
 
 
-def make_step(config, loss, anchors_per_sequence, optimizer, online=None):
-    """-> step(params, opt_state, frozen, batch, key) -> (params, opt_state, metrics). ``online`` is None (features come
-    with the batch) or (target config, taps): the target runs in the same program, with frozen["target"]."""
+def head_inputs(config, weights, params, frozen, batch, blocks):
+    """What the heads and the loss of `sum_in_chunks` work on: (shared, rows, fixed, fixed_rows)."""
+    width, predecessors = config.backbone.hidden_size, blocks["predecessors"]
+    features = batch["features"].astype(jnp.float32)
+    transition, table = transitions.get_transition(config.transition), params.get("transition", {})
+    hidden = training_hidden(config, params, frozen["embedding"], features[..., :-width], batch["tokens"],
+                             blocks["anchors"], blocks["keep"])
+    rows = {"hidden": hidden, "phi": transitions.teacher_forced_phi(transition, table, predecessors, hidden),
+            "confidence": block_confidence(config, params, hidden, predecessors)}
+    if weights.candidates and weights.candidates_stop_gradient:
+        rows["candidate_phi"] = transitions.teacher_forced_phi(
+            transition, table, predecessors, jax.lax.stop_gradient(hidden))
+    fixed_rows = {"final": anchors_lib.gather(features[..., -width:], blocks["sources"]),
+                  "labels": blocks["labels"], "mask": blocks["mask"]}
+    shared = {name: table[name] for name in ("successor",) if name in table}
+    return shared, rows, {name: frozen[name] for name in ("head_rows", "target_head")}, fixed_rows
 
-    def step(params, opt_state, frozen, batch, key):
-        if online is not None:
-            batch = batch | {"features": features_lib.rows_of(online[0], frozen["target"], batch["tokens"], online[1])}
 
-        def objective(params):
-            sums = terms(config, params, frozen, batch, key, anchors_per_sequence, loss.decay)
-            return losses.combine_terms(sums, loss.ce, loss.l1, loss.confidence if config.confidence else 0.0)
+def laws(config, shared, rows, fixed, fixed_rows):
+    """Base logits, logits and the target's logits, [..., T, Vd], and the log-normaliser of its law over all its
+    tokens [..., T], None where all can be drafted.
 
-        (value, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        metrics = metrics | {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
-        return optax.apply_updates(params, updates), opt_state, metrics
+    That one is a product with the whole vocabulary, the price of accept rates, and so of labels of the confidence head,
+    that are what verification will see. Within the draft vocabulary alone they would be too high.
+    """
+    base = base_logits(config, fixed["head_rows"], rows["hidden"])
+    logits = base + transitions.bias(shared, rows["phi"])
+    target_logits, log_normalizer = layers.table_logits(fixed_rows["final"], fixed["head_rows"]), None
+    if fixed["target_head"] is not None:
+        log_normalizer = jax.nn.logsumexp(layers.table_logits(fixed_rows["final"], fixed["target_head"]), axis=-1)
+    return base, logits, target_logits, log_normalizer
+
+
+def chunk_loss(config, weights, shared, rows, fixed, fixed_rows):
+    """The loss and the terms of some anchors, for `sum_in_chunks`. ``fixed`` also has "weights" and "denominators"."""
+    base, logits, target_logits, log_normalizer = laws(config, shared, rows, fixed, fixed_rows)
+    labels, mask = fixed_rows["labels"], fixed_rows["mask"]
+    w = draft_weights(weights, logits, labels, mask)
+    terms = losses.drafter_terms(logits, target_logits, labels, mask, rows["confidence"], weights.decay, weights=w,
+                                 log_normalizer=log_normalizer)
+    if weights.unary:
+        terms["unary"] = losses.weighted(w, divergences.cross_entropy(base, labels))
+    if weights.kl:
+        terms["kl"] = losses.weighted(w, divergences.kl_divergence(logits, target_logits))
+    if weights.candidates:
+        terms |= candidate_terms(config, weights, shared, rows.get("candidate_phi", rows["phi"]), base, labels, mask, w)
+    return losses.weighted_sum(terms, fixed["weights"], fixed["denominators"]), terms
+
+
+def candidate_terms(config, weights, shared, phi, base, labels, mask, w):
+    """The candidates term, and how often the label is a candidate and is the best of them: [T] each."""
+    M = min(config.candidates, config.draft_vocab_size)
+    if weights.candidates_stop_gradient:
+        base = jax.lax.stop_gradient(base)
+    ids, _ = sampling.top_candidates(jax.lax.stop_gradient(base), M)
+    # The label's own score stands last; it is used where the label is no candidate and is injected.
+    rated = jnp.concatenate([ids, labels[..., None]], axis=-1)
+    successors = transitions.successor_rows(shared, rated)
+    scores = jnp.take_along_axis(base, rated, axis=-1) + jnp.einsum(
+        "...R,...MR->...M", phi, successors, preferred_element_type=base.dtype)
+    scores, label_scores = scores[..., :M], scores[..., M]
+    found, index = losses.locate_label(ids, labels)
+    drafts, leading = mask.astype(jnp.float32), tuple(range(mask.ndim - 1))
+    return {
+        "candidates": losses.candidate_cross_entropy(scores, ids, labels, w, weights.missing_label, label_scores),
+        "candidate_recall": losses.weighted(drafts, found, leading),
+        "candidate_accuracy": losses.weighted(drafts, found & (jnp.argmax(scores, axis=-1) == index), leading)}
+
+
+def batch_loss(config, weights, params, frozen, batch, blocks, at, denominators, size):
+    """(loss, terms) of some sequences. at: weights of the terms (`LossWeights.at`); denominators: of the whole batch;
+    size: anchors per chunk."""
+    shared, rows, fixed, fixed_rows = head_inputs(config, weights, params, frozen, batch, blocks)
+    fixed |= {"weights": at, "denominators": denominators}
+    return chunks.sum_in_chunks(functools.partial(chunk_loss, config, weights), size, shared, rows, fixed, fixed_rows)
+
+
+def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, micro_steps=1, online=None):
+    """-> step(params, opt_state, frozen, batch, key, number) -> (params, opt_state, metrics), number counting from 0.
+
+    weights: `LossWeights`. anchors: N. anchors_per_chunk: anchors whose logits exist at one time; None: as many as fit
+    into `chunks.CHUNK_BYTES`. micro_steps: parts that the batch is computed in; the update is that of the whole batch.
+    A batch without a supervised draft changes nothing ("blocks" among its metrics is 0). ``online`` is None (features
+    come with the batch) or (target config, taps): the target runs in the same program, with frozen["target"].
+    """
+
+    def step(params, opt_state, frozen, batch, key, number):
+        blocks = sample_blocks(config, batch, frozen["target_to_draft"], key, anchors)
+        denominators, at = loss_denominators(weights, blocks["mask"]), weights.at(number)
+        if not config.confidence:
+            at.pop("confidence", None)
+        sequences = len(batch["tokens"]) // micro_steps
+        size = anchors_per_chunk or chunks.anchors_per_chunk(sequences, anchors, config.block_length, config.vocab_size)
+
+        def part(batch, blocks):
+            batch = with_features(batch, frozen, online)
+            loss = lambda params: batch_loss(config, weights, params, frozen, batch, blocks, at, denominators, size)
+            return jax.value_and_grad(loss, has_aux=True)(params), None
+
+        # Every part takes every micro_steps-th sequence: where sequences are sharded, each device keeps its own.
+        split = lambda x: jnp.moveaxis(x.reshape(sequences, micro_steps, *x.shape[1:]), 1, 0)
+        ((loss, terms), gradients), _ = chunks.accumulate(part, *jax.tree.map(split, (batch, blocks)))
+        updates, new_state = optimizer.update(gradients, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        count = denominators["expected_accepted_length"]
+        params, opt_state = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), new, (params, opt_state))
+        metrics = losses.metrics_of(terms)
+        return params, opt_state, metrics | {"loss": loss, "gradient_norm": optax.tree.norm(gradients), "blocks": count}
 
     return step
