@@ -1,9 +1,9 @@
-"""From logits to probabilities to tokens, and the exact choice of the best candidates.
+"""From logits to probabilities to tokens.
 
 The probabilities that a draft is drawn from are the ones it is verified with, so both come from one call of
 `probabilities`, in float32.
 
-Shape letters: V vocabulary, M candidates; "..." any leading axes.
+Shape letters: V vocabulary; "..." any leading axes.
 """
 
 import math
@@ -12,8 +12,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 
-# Width of the pieces in `top_candidates`. Measured on CPU, V = 151,936, M = 16: 32 to 128 do equally well, 256 is slower.
-CHUNK = 64
+from dspark_jax.candidates import top_candidates
 
 
 def check_sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
@@ -24,39 +23,6 @@ def check_sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> No
         raise ValueError(f"top_k: got {top_k}; allowed: whole numbers >= 0, 0 for no limit")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: got {top_p}; allowed: 0 < top_p <= 1, 1 for no limit")
-
-
-def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    # Without the barrier XLA on CPU merges the top-k with its neighbours in a larger jit and falls back to a full sort.
-    return jax.lax.optimization_barrier(jax.lax.top_k(x, k))
-
-
-def top_candidates(logits: jax.Array, M: int) -> tuple[jax.Array, jax.Array]:
-    """The M best tokens, best first, equal scores by smaller id: [..., V] -> ids int32 [..., M], scores [..., M].
-
-    Exact, in two stages that read the logits once: the M best tokens lie in the M chunks of ids with the best maxima. For
-    ties, order tokens by (score descending, id ascending). Chunks are contiguous, so ordering them by (maximum descending,
-    index ascending), as `top_k` does, is ordering them by their first token in that order; a token outside the first M
-    chunks therefore has M tokens before it. The chosen chunks are put back in order of index, so that `top_k` over their
-    union breaks ties by id again.
-
-    Raises ValueError where M is not in 1..V.
-    """
-    *leading, V = logits.shape
-    if not 1 <= M <= V:
-        raise ValueError(f"M: got {M} candidates from a vocabulary of V = {V}; allowed: 1 <= M <= V")
-    flat = logits.reshape(-1, V)
-    if V <= M * CHUNK:
-        scores, ids = _top_k(flat, M)
-        return ids.reshape(*leading, M), scores.reshape(*leading, M)
-    flat = jnp.pad(flat, ((0, 0), (0, -V % CHUNK)), constant_values=-jnp.inf)  # ids >= V come last among equals
-    chunks = flat.reshape(flat.shape[0], -1, CHUNK)
-    _, best = _top_k(chunks.max(axis=-1), M)
-    best = jnp.sort(best, axis=-1)
-    union = jnp.take_along_axis(chunks, best[..., None], axis=1)  # [positions, M, CHUNK]
-    scores, place = _top_k(union.reshape(-1, M * CHUNK), M)
-    ids = jnp.take_along_axis(best, place // CHUNK, axis=-1) * CHUNK + place % CHUNK
-    return ids.reshape(*leading, M), scores.reshape(*leading, M)
 
 
 def probabilities(logits: jax.Array, temperature: jax.Array | float, top_k: int = 0, top_p: float = 1.0) -> jax.Array:

@@ -1,8 +1,8 @@
 """Which drafts the target keeps, and what it says instead: rules under which the output law is the target's, exactly.
 
-Drafts x_1..x_T were drawn from q_1..q_T; the target's law of the token after the first i of them is p_{i+1}. A rule keeps
-the first i drafts, gives them a weight w, and the next token comes from the residual relu(w p_{i+1} - q_{i+1}), normalised
-over the whole vocabulary, or from p_{i+1} itself where there was no further draft to reject.
+Drafts x_1..x_T were drawn from q_1..q_T; the target's law of the token after the first i of them is p_{i+1}. A rule
+keeps the first i drafts and gives them a weight w. The next token comes from the residual relu(w p_{i+1} - q_{i+1}),
+normalised over the whole vocabulary, or from p_{i+1} itself where there was no further draft to reject.
 
 Token rule. Accept x_i iff u_i q_i(x_i) < p_i(x_i) for a uniform u_i; stop at the first rejection; w = 1.
 
@@ -12,16 +12,16 @@ Block rule (Sun et al., 2024, "Block Verification Accelerates Speculative Decodi
     S_i = sum_x relu(w_i p_{i+1}(x) - q_{i+1}(x))
     h_i = S_i / (S_i + 1 - w_i) for i < n      h_n = w_n      with n the drafts put to verification
 
-Keep the longest prefix with u_i < h_i (u_0 = 0: the empty one is always left, since h_0 = 1). Why that is exact: given
-x_1..x_i, the chance that the next weight lets x_{i+1} through is m_i = sum_x min(w_i p, q) = w_i - S_i, so by induction
-from the end the chance to keep at least i drafts is m_i + (1 - m_i) h_i = w_i, and what the residual adds, S_i, makes each
-next token as likely as the target has it: min(w_i p, q) + relu(w_i p - q) = w_i p. The chance w_i is at least the token
-rule's product of min(p/q, 1), so more drafts are kept on average.
+Keep the longest prefix with u_i < h_i, the empty one if there is no other. Why that is exact: given x_1..x_i, the
+chance to keep more than i drafts is, by induction from the end, the mean of w_{i+1}, that is m_i = sum_x min(w_i p, q) =
+w_i - S_i; so the chance to keep at least i is m_i + (1 - m_i) h_i = w_i. To keep just i has the chance (1 - m_i) h_i =
+S_i, and its residual then makes each next token as likely as the target has it: min(w_i p, q) + relu(w_i p - q) = w_i p.
+The token rule's chance to keep i drafts is the product of the min(p / q, 1), never more than w_i.
 
-How many drafts are put to verification may depend on the drafts as a stopping time does: whether x_{i+1} is among them on
-x_1..x_i alone.
+How many drafts are put to verification may depend on the drafts as a stopping time does: whether x_{i+1} is among them
+on x_1..x_i alone.
 
-To add a rule, write a function with the signature of `accept_tokens` and enter it in `VERIFICATION`, closed by `verify`.
+To add a rule, write a function with the signature of `accept_tokens` and enter it in `VERIFICATION`, bound to `verify`.
 
 Shape letters: T draft positions, V target vocabulary, M candidates per position. One row; batch with jax.vmap. Arrays
 count from 0: p[i] is the law after i drafts, q[i] the law that draft i + 1 was drawn from.
@@ -95,7 +95,7 @@ def next_distribution(
 ) -> jax.Array:
     """Law of the token after the accepted prefix: [V].
 
-    The residual of the rejected draft, or, where all `proposed` (None: T) drafts were accepted, the target's p[accepted].
+    The residual of the rejected draft or, where all `proposed` (None: T) drafts were accepted, the target's own law.
     p: [T+1, V], the last row for the position after all drafts; q: T laws; accepted: int []; weight: of the prefix.
     """
     T = p.shape[0] - 1
@@ -148,7 +148,7 @@ def prefix_chances(p: jax.Array, q: Draft, weights: jax.Array, proposed: jax.Arr
 def accept_block(
     uniforms: jax.Array, p: jax.Array, tokens: jax.Array, q: Draft, proposed: jax.Array | int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The block rule: how many drafts are kept, int32 [], and the weight of that prefix. Arguments as `accept_tokens`."""
+    """The block rule: how many drafts are kept, int32 [], and their weight. Arguments as in `accept_tokens`."""
     weights = prefix_weights(*_at_drafts(p, tokens, q))
     chances = prefix_chances(p, q, weights, proposed)[1:]
     length = jnp.arange(1, tokens.shape[0] + 1, dtype=jnp.int32)

@@ -8,7 +8,7 @@ import scipy.stats
 
 import slow
 from dspark_jax import sampling
-from dspark_jax.sampling import CHUNK, probabilities, top_candidates
+from dspark_jax.sampling import probabilities
 from golden import close, load
 
 
@@ -125,32 +125,3 @@ def test_impossible_tokens_are_never_drawn(monkeypatch):
 def test_draw_of_a_one_hot_law_is_certain():
     p = jnp.eye(9, dtype=jnp.float32)
     np.testing.assert_array_equal(sampling.draw(jax.random.key(5), p), np.arange(9))
-
-
-# One stage, two stages, both sides of the change from one to the other, padded and not.
-SIZES = [(1, 1), (5, 5), (CHUNK, 1), (CHUNK + 1, 1), (3 * CHUNK, 2), (3 * CHUNK + 1, 2)]
-SIZES += [(1000, 3), (1025, 16), (40 * CHUNK - 1, 16)]
-
-
-@pytest.mark.parametrize("V, M", SIZES)
-def test_top_candidates_against_sorting(V, M):
-    rng = np.random.default_rng(V)
-    smooth = rng.normal(size=(2, V))
-    ties = rng.integers(0, 3, size=(2, V))  # three values in all
-    ends = np.where(rng.random((2, V)) < 0.5, -np.inf, np.where(rng.random((2, V)) < 0.5, np.inf, 0.0))
-    few = np.full((2, V), -np.inf)  # fewer finite values than candidates: padding must not be chosen
-    few[:, V // 2] = 1.0
-    equal = np.zeros((2, V))
-    logits = np.stack([smooth, ties, ends, few, equal]).astype(np.float32)
-    ids, scores = jax.jit(lambda x: top_candidates(x, M))(logits)
-    expected = np.array([[slow.top(row, M) for row in rows] for rows in logits])
-    np.testing.assert_array_equal(ids, expected)
-    np.testing.assert_array_equal(scores, np.take_along_axis(logits, expected, axis=-1))
-    assert ids.dtype == jnp.int32
-    np.testing.assert_array_equal(top_candidates(logits[1, 0], M)[0], expected[1, 0])  # one row, no leading axis
-
-
-def test_more_candidates_than_tokens():
-    for M in (6, 0):
-        with pytest.raises(ValueError, match=f"M: got {M} candidates from a vocabulary of V = 5"):
-            top_candidates(jnp.zeros(5), M)

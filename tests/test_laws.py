@@ -1,0 +1,132 @@
+"""Sampled decoding, end to end: the joint law of the first three tokens is the target's, whatever drafts and verifies.
+
+The target is so small that the law of every continuation can be read off, and a sample of 200,000 prompts is one batch.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import dspark_jax as ds
+import pairs
+from dspark_jax import generation, verification
+from dspark_jax.verification import SparseDraft
+
+V, T, PROMPT, SAMPLES = 10, 3, [3], 200_000
+EXECUTIONS = {"sparse": dict(execution="lattice", candidates=6), "dense": dict(execution="sequential")}
+
+
+@functools.cache
+def target():
+    """Mostly a table of bigrams, with an influence of the whole context."""
+    return pairs.random_target(seed=4, vocab_size=V, hidden_size=8, layers=1, heads=1, kv_heads=1, depth=0.4,
+                               tie_word_embeddings=False, head_spread=0.25, max_position_embeddings=16)
+
+
+@functools.cache
+def drafter():
+    """Knows the bigrams, and a little noise: its drafts are now good, now bad."""
+    made = pairs.random_drafter(target(), transition="vanilla", rank=8, output_multiplier=0.6, block_length=T, heads=1,
+                                kv_heads=1, target_layer_ids=(-1, 0))
+    e = np.asarray(target().embedding())
+    made.params["transition"] = {
+        "predecessor": jnp.asarray(e / np.sqrt(np.mean(e**2, axis=-1, keepdims=True))), "successor": made.head_rows}
+    return made
+
+
+@functools.cache
+def continuations():
+    """Target logits after the prompt, after each first token and after each two: [V], [V, V], [V, V, V], float64."""
+    texts = [PROMPT + [a, b] for a in range(V) for b in range(V)]
+    logits = np.asarray(target().logits(np.array(texts)), np.float64).reshape(V, V, 3, V)
+    return logits[0, 0, 0], logits[:, 0, 1], logits[:, :, 2]
+
+
+def law(logits, temperature, top_p):
+    """Token probabilities, one row at a time."""
+    out = np.zeros(logits.shape)
+    for index in np.ndindex(logits.shape[:-1]):
+        z = logits[index] / temperature
+        p = np.exp(z - z.max())
+        p /= p.sum()
+        before = 0.0
+        for token in np.argsort(-p, kind="stable"):
+            if before < top_p:
+                out[index][token] = p[token]
+            before += p[token]
+        out[index] /= out[index].sum()
+    return out
+
+
+def exact_law(temperature, top_p):
+    """Joint law of the first three tokens, [V, V, V]."""
+    first, second, third = (law(logits, temperature, top_p) for logits in continuations())
+    return first[:, None, None] * second[:, :, None] * third
+
+
+@functools.cache
+def sample(q, rule, temperature, top_p, samples=SAMPLES):
+    """Counts [V, V, V] of the first three tokens, and the accepted length."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "PROMPT_BUCKET", 1)  # as little padding as possible: the batch is large
+        patch.setattr(generation, "CACHE_BUCKET", 1)
+        result = ds.generate(target(), drafter(), [PROMPT] * samples, max_new_tokens=3, temperature=temperature,
+                             top_p=top_p, stop_tokens=[], verification=rule, **EXECUTIONS[q])
+    counts = np.zeros((V,) * 3, np.int64)
+    np.add.at(counts, tuple(np.array(result.tokens).T), 1)
+    return counts, result.accepted_length
+
+
+def chi_square(counts, law):
+    """p-value of counts under a law of the same shape; cells in which fewer than 10 are expected count as one."""
+    counts, expected = counts.ravel(), law.ravel() * (counts.sum() / law.sum())
+    assert not counts[expected == 0].any(), "a token that the target never says"
+    rare = expected < 10
+    counts, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
+    if expected[-1] < 1:  # too rare even together
+        counts, expected = counts[:-1], expected[:-1] * (counts[:-1].sum() / expected[:-1].sum())
+    return scipy.stats.chisquare(counts, expected).pvalue
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("q", EXECUTIONS)
+def test_law(q, rule, temperature, top_p):
+    expected = exact_law(temperature, top_p)
+    np.testing.assert_allclose(expected.sum(), 1)
+    counts, length = sample(q, rule, temperature, top_p)
+    assert counts.sum() == SAMPLES
+    assert np.sum(expected * SAMPLES >= 10) >= 20  # cells enough to see something
+    assert 1.2 < length < T + 0.7  # of at most T + 1: accepted and rejected, both often
+    assert chi_square(counts, expected) > 0.001
+
+
+@pytest.mark.parametrize("q, rule", [("sparse", "token"), ("dense", "block")])
+def test_a_wrong_q_is_seen(monkeypatch, q, rule):
+    """The same test fails where q is made of the scores before the temperature divided them."""
+    temperature, right = 1.5, verification.get_verification(rule)
+
+    def undivided(probabilities):
+        p = probabilities**temperature  # softmax(s / temperature) -> softmax(s)
+        return p / p.sum(-1, keepdims=True)
+
+    def wrong(key, p, tokens, q, proposed=None):
+        q = SparseDraft(q.ids, undivided(q.probabilities)) if isinstance(q, SparseDraft) else undivided(q)
+        return right(key, p, tokens, q, proposed)
+
+    monkeypatch.setitem(verification.VERIFICATION, f"wrong {rule}", wrong)
+    counts, _ = sample(q, f"wrong {rule}", temperature, 1.0)
+    assert chi_square(counts, exact_law(temperature, 1.0)) < 1e-6
+
+
+@pytest.mark.parametrize("q", EXECUTIONS)
+def test_the_block_rule_keeps_more(q):
+    for temperature in (0.5, 1.0, 1.5):
+        token, block = (sample(q, rule, temperature, 1.0)[1] for rule in ("token", "block"))
+        assert block > token - 0.01  # three standard errors
+        if temperature == 1:
+            assert block > token
