@@ -13,6 +13,7 @@ import scipy.stats
 import dspark_jax as ds
 import pairs
 from dspark_jax import generation, verification
+from dspark_jax.scheduling import Schedule
 from dspark_jax.verification import SparseDraft
 
 V, T, PROMPT, SAMPLES = 10, 3, [3], 200_000
@@ -27,10 +28,10 @@ def target():
 
 
 @functools.cache
-def drafter():
-    """Knows the bigrams, and a little noise: its drafts are now good, now bad."""
+def drafter(confidence=False):
+    """Knows the bigrams, and a little noise: its drafts are now good, now bad. Its confidences are arbitrary."""
     made = pairs.random_drafter(target(), transition="vanilla", rank=8, output_multiplier=0.6, block_length=T, heads=1,
-                                kv_heads=1, target_layer_ids=(-1, 0))
+                                kv_heads=1, target_layer_ids=(-1, 0), confidence=confidence)
     e = np.asarray(target().embedding())
     made.params["transition"] = {
         "predecessor": jnp.asarray(e / np.sqrt(np.mean(e**2, axis=-1, keepdims=True))), "successor": made.head_rows}
@@ -68,13 +69,15 @@ def exact_law(temperature, top_p):
 
 
 @functools.cache
-def sample(q, rule, temperature, top_p, samples=SAMPLES):
+def sample(q, rule, temperature, top_p, samples=SAMPLES, schedule=None):
     """Counts [V, V, V] of the first three tokens, and the accepted length."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "PROMPT_BUCKET", 1)  # as little padding as possible: the batch is large
         patch.setattr(generation, "CACHE_BUCKET", 1)
-        result = ds.generate(target(), drafter(), [PROMPT] * samples, max_new_tokens=3, temperature=temperature,
-                             top_p=top_p, stop_tokens=[], verification=rule, **EXECUTIONS[q])
+        result = ds.generate(target(), drafter(schedule is not None), [PROMPT] * samples, max_new_tokens=3, temperature=temperature,
+                             top_p=top_p, stop_tokens=[], verification=rule, schedule=schedule, **EXECUTIONS[q])
+    if schedule is not None:
+        assert len(set(map(tuple, result.proposed))) > (schedule.mode != "static")  # rows were treated differently
     counts = np.zeros((V,) * 3, np.int64)
     np.add.at(counts, tuple(np.array(result.tokens).T), 1)
     return counts, result.accepted_length
@@ -130,3 +133,16 @@ def test_the_block_rule_keeps_more(q):
         assert block > token - 0.01  # three standard errors
         if temperature == 1:
             assert block > token
+
+
+SPEED = 1 / (1 + np.arange(SAMPLES * (T + 1) + 1) / SAMPLES)
+SCHEDULES = [Schedule("causal", steps_per_second=SPEED), Schedule("lagged", steps_per_second=SPEED),
+             Schedule("static", length=1), Schedule("threshold", threshold=0.5)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.mode)
+def test_law_where_a_schedule_decides(schedule):
+    """Whatever decides how many drafts are verified, and on as few tokens as that takes."""
+    counts, _ = sample("sparse", "token", 1.0, 1.0, schedule=schedule)
+    assert counts.sum() == SAMPLES
+    assert chi_square(counts, exact_law(1.0, 1.0)) > 0.001
