@@ -3,7 +3,7 @@
     python -m train.main --config=configs/smollm2.py --workdir=runs/smollm2
 
 On two CPU cores: 20 minutes for the target features, then about 1,000 positions/s, 35 minutes. The drafter in
-drafters/smollm2-135m-dspark (accepted length 1.75) is such a run that went on from a shorter one: its README has both
+drafters/smollm2-135m-dspark (accepted length 1.72 with blocks of three) is such a run that went on from a shorter one: its README has both
 commands.
 """
 
