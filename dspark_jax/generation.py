@@ -135,7 +135,7 @@ def _round(options, target, drafter, state, active, temperature, threshold):
     T = options.drafter.block_length
     proposal = propose(options.drafter, drafter["params"], drafter["embedding"], drafter["head_rows"],
                        drafter["draft_to_target"], state.draft_cache, state.anchors, state.starts, draft_keys,
-                       temperature, options.execution, options.candidates)
+                       temperature, options.execution, options.candidates, drafter["successors"])
     if proposal.confidence is None:
         proposed = jnp.full_like(state.starts, T)
     else:
