@@ -33,5 +33,6 @@ setuptools.setup(
     extras_require={
         "test": ["pytest>=8.4,<10", "safetensors>=0.7,<0.9"],
         "plots": ["matplotlib>=3.10,<4"],
+        "tpu": ["jax[tpu]>=0.10,<0.11.1"],  # brings TPU's compiler, which tests/test_tpu_compile.py asks what it makes
     },
 )
