@@ -34,5 +34,6 @@ setuptools.setup(
         "test": ["pytest>=8.4,<10", "safetensors>=0.7,<0.9", "matplotlib>=3.10,<4"],
         "plots": ["matplotlib>=3.10,<4"],
         "torch": ["torch>=2.6,<3"],  # only what `train.benchmark` compares a training step with
+        "tpu": ["jax[tpu]>=0.10,<0.11.1"],  # brings TPU's compiler, which tests/test_tpu_compile.py asks what it makes
     },
 )

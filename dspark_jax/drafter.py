@@ -5,6 +5,7 @@ D model width, R transition rank, M candidates per position.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from dspark_jax.backbone import Backbone, BackboneConfig
 from dspark_jax.confidence import confidence_logits
 from dspark_jax.lattice import lattice_draft
 from dspark_jax.sequential import sequential_draft
+from dspark_jax.union import successor_table, union_draft
 from dspark_jax.verification import SparseDraft
 
 EXECUTIONS = ("sequential", "lattice")
@@ -234,12 +236,12 @@ def block_hidden(config, params, embedding, context, anchors, starts):
 
 
 def propose(config, params, embedding, head_rows, draft_to_target, context, anchors, starts, keys, temperature,
-            execution, candidates):
+            execution, candidates, successors=None):
     """Draft T tokens behind each anchor.
 
     embedding [V, D], head_rows [Vd, D], draft_to_target int [Vd] or None, context: cache of key/value pairs
     [B, K, S, C] whose positions before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B];
-    temperature scalar or [B].
+    temperature scalar or [B]. successors int [V, K] or None: a table that lattice execution adds candidates from.
     """
     temperature = jnp.broadcast_to(temperature, anchors.shape)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
@@ -247,9 +249,11 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     with jax.named_scope("draft_head"):
         logits = base_logits(config, head_rows, hidden)
     if execution == "lattice":
+        lattice = lattice_draft if successors is None else functools.partial(union_draft, successors=successors)
         with jax.named_scope("lattice"):
             tokens, ids, probabilities = jax.vmap(
-                lambda u, h, a, k, t: lattice_draft(transition, table, u, h, a, k, t, candidates, draft_to_target)
+                lambda u, h, a, k, t: lattice(
+                    transition, table, u, h, a, k, t, candidates, draft_to_target=draft_to_target)
             )(logits, hidden, anchors, keys, temperature)
         q = SparseDraft(ids, probabilities)
     else:
@@ -273,6 +277,7 @@ class Drafter:
     ``owns_tables`` says that they are not. A drafter read without its target has None there and cannot decode.
     ``draft_to_target`` int32 [Vd] maps draft ids to target ids, None where both are the same.
     ``target``: what is known of the target's config, "num_target_layers" and "max_position_embeddings".
+    ``successors`` int32 [V, K] or None: more candidates for lattice execution, from `with_successors`.
     """
 
     config: DrafterConfig
@@ -282,11 +287,30 @@ class Drafter:
     draft_to_target: jax.Array | None = None
     owns_tables: bool = False
     target: dict = dataclasses.field(default_factory=dict)
+    successors: jax.Array | None = None
 
     def arrays(self):
         """What a compiled program needs."""
         return {"params": self.params, "embedding": self.embedding, "head_rows": self.head_rows,
-                "draft_to_target": self.draft_to_target}
+                "draft_to_target": self.draft_to_target, "successors": self.successors}
+
+
+def with_successors(drafter, K):
+    """The same drafter, which in lattice execution adds the K likeliest successors of each token to the candidates.
+
+    Computes their table, once over all tokens: V Vd R multiplications. K = 0: a drafter without one.
+    Raises ValueError for a transition without a table or not of first order, and where K is not in 0..Vd.
+    """
+    c = drafter.config
+    if not 0 <= K <= c.draft_vocab_size:
+        raise ValueError(f"K: {K}; must lie in [0, {c.draft_vocab_size}], the draft vocabulary")
+    if K == 0:
+        return dataclasses.replace(drafter, successors=None)
+    check_execution(c, "lattice", 1)
+    if c.transition == "none":
+        raise ValueError("transition: 'none' knows no successors of a token; only a transition with tables does")
+    tables = {name: drafter.params["transition"][name] for name in ("predecessor", "successor")}
+    return dataclasses.replace(drafter, successors=successor_table(tables, K))
 
 
 def check_fit(config, target):

@@ -6,11 +6,37 @@ Shape letters: T draft positions, M candidates per position, V target vocabulary
 R rank. One block; batch with jax.vmap.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.sampling import draw, probabilities, top_candidates
+from dspark_jax.candidates import Choice, top_candidates
+from dspark_jax.sampling import draw, probabilities
 from dspark_jax.transitions import Params, Transition, embed, successor_rows
+
+
+def check_first_order(transition: Transition) -> None:
+    """Raises ValueError for a transition that cannot be scored on a lattice."""
+    if not transition.first_order:
+        raise ValueError(
+            f"transition: {transition.name!r} can't be scored on a lattice, because its phi depends on all tokens drafted "
+            "before and not on the previous one alone; use sequential drafting, or a first-order transition"
+        )
+
+
+def edge_score(
+    transition: Transition,
+    params: Params,
+    embedding: jax.Array,
+    hidden: jax.Array,
+    successor: jax.Array,
+    unary: jax.Array,
+) -> jax.Array:
+    """S_t(a, b) = U_t(b) + < phi_t(a), B[b] > of one pair: A[a] [R], h_t [D], B[b] [R], U_t(b) [] -> []."""
+    phi, _ = transition.phi(params, embedding, hidden, embedding)
+    wide = jnp.promote_types(phi.dtype, jnp.float32)  # as in `bias`: 16-bit tables must not round the scores
+    return unary + jnp.dot(phi, successor, preferred_element_type=wide)
 
 
 def pair_scores(
@@ -22,7 +48,7 @@ def pair_scores(
     anchor: jax.Array,
     draft_to_target: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """S_t(a, b) = U_t(b) + < phi_t(a), B[b] > from the anchor, and between neighbouring candidates.
+    """`edge_score` from the anchor to each first candidate, and between all neighbouring candidates.
 
     Args:
       unary: [T, M], base logits of the candidates.
@@ -34,17 +60,8 @@ def pair_scores(
     Returns: first [M], scores from the anchor; pairs [T-1, M, M], pairs[t-1, i, j] from candidate i at t-1 to j at t.
     Raises ValueError for a transition that is not first order.
     """
-    if not transition.first_order:
-        raise ValueError(
-            f"transition: {transition.name!r} can't be scored on a lattice, because its phi depends on all tokens drafted "
-            "before and not on the previous one alone; use sequential drafting, or a first-order transition"
-        )
-
-    def edge(embedding, h, successor, unary):
-        phi, _ = transition.phi(params, embedding, h, embedding)
-        wide = jnp.promote_types(phi.dtype, jnp.float32)  # as in `bias`: 16-bit tables must not round the scores
-        return unary + jnp.dot(phi, successor, preferred_element_type=wide)
-
+    check_first_order(transition)
+    edge = functools.partial(edge_score, transition, params)
     from_one = jax.vmap(edge, in_axes=(None, None, 0, 0))  # [M]: over the candidates b
     from_all = jax.vmap(from_one, in_axes=(0, None, None, None))  # [M, M]: over the candidates a before them
 
@@ -88,15 +105,17 @@ def lattice_draft(
     temperature: jax.Array | float,
     M: int,
     draft_to_target: jax.Array | None = None,
+    choose: Choice = top_candidates,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Drafts a block from the M best tokens of the base logits at each position.
 
-    Arguments as in `sequential_draft`, with M the number of candidates.
+    Arguments as in `sequential_draft`, with M the number of candidates and `choose` what finds them
+    (`dspark_jax.candidates`).
 
     Returns: tokens int32 [T] (target ids), candidates int32 [T, M] (target ids), q float32 [T, M] (over the candidates).
     Raises ValueError for M > Vd, and for a transition that is not first order.
     """
-    candidates, unary = top_candidates(logits, M)
+    candidates, unary = choose(logits, M)
     first, pairs = pair_scores(transition, params, unary, candidates, hidden, anchor, draft_to_target)
     slots, q = walk(first, pairs, key, temperature)
     if draft_to_target is not None:

@@ -307,8 +307,8 @@ def test_one_temperature_a_row(execution):
     @jax.jit
     def draft(temperature):
         return drafter_lib.propose(
-            c, drafter.params, drafter.embedding, drafter.head_rows, None, empty(c, 4, 8), anchors, jnp.zeros(4, jnp.int32),
-            jax.random.split(jax.random.key(0), 4), temperature, execution, 4)
+            c, drafter.params, drafter.embedding, drafter.head_rows, None, empty(c, 4, 8), anchors,
+            jnp.zeros(4, jnp.int32), jax.random.split(jax.random.key(0), 4), temperature, execution, 4)
 
     mixed, greedy, warm = draft(jnp.array([0.0, 0.7, 0.7, 0.0])), draft(0.0), draft(0.7)
     sampled = np.array([False, True, True, False])

@@ -8,6 +8,7 @@ import pytest
 
 import slow
 from dspark_jax import lattice, transitions
+from dspark_jax.candidates import top_candidates
 from dspark_jax.sampling import probabilities
 from dspark_jax.sequential import sequential_draft
 from dspark_jax.transitions import TRANSITIONS
@@ -24,7 +25,7 @@ def test_golden_selector():
         "hidden_projection": z["hidden_projection"].T,
     }
     M, transition = int(z["top_k"]), TRANSITIONS["context"]
-    candidates, unary = jax.jit(lambda x: lattice.top_candidates(x, M))(z["logits"])
+    candidates, unary = jax.jit(lambda x: top_candidates(x, M))(z["logits"])
     np.testing.assert_array_equal(candidates, z["candidates"])
     np.testing.assert_array_equal(unary, z["unary"])
     np.testing.assert_array_equal(jnp.argmax(z["logits"], -1), z["unary_argmax"])
@@ -66,7 +67,7 @@ def test_scores_are_the_sequential_logits_at_the_candidates(name):
     T, M = 5, 4
     params, logits, hidden, anchor = slow.random_block(name, seed=3, T=T)
     transition = TRANSITIONS[name]
-    candidates, unary = lattice.top_candidates(logits, M)
+    candidates, unary = top_candidates(logits, M)
     first, pairs = jax.jit(lambda *x: lattice.pair_scores(transition, params, *x))(unary, candidates, hidden, anchor)
     forced = jax.jit(lambda prev: transitions.teacher_forced_logits(transition, params, logits, prev, hidden))
     close(first, forced(jnp.full(T, anchor))[0][candidates[0]])
@@ -85,7 +86,7 @@ def test_scores_from_16_bit_tables_are_summed_in_float32():
     params = {key: value.astype(jnp.bfloat16) for key, value in params.items()}
     hidden = hidden.astype(jnp.bfloat16)
     transition = TRANSITIONS[name]
-    candidates, unary = lattice.top_candidates(logits, M)
+    candidates, unary = top_candidates(logits, M)
     first, pairs = lattice.pair_scores(transition, params, unary, candidates, hidden, anchor)
     forced = lambda prev: transitions.teacher_forced_logits(transition, params, logits, prev, hidden)
     close(first, forced(jnp.full(T, anchor))[0][candidates[0]])
@@ -196,7 +197,7 @@ def test_pairs_are_one_batched_product():
     """Two nested vmaps over one `edge` become a single [T-1, M, R] x [T-1, M, R] product, not a loop."""
     T, M, R = 5, 4, 7
     params, logits, hidden, anchor = slow.random_block("vanilla", T=T, R=R)
-    candidates, unary = lattice.top_candidates(logits, M)
+    candidates, unary = top_candidates(logits, M)
     score = lambda *x: lattice.pair_scores(TRANSITIONS["vanilla"], params, *x)
     eqns = jax.make_jaxpr(score)(unary, candidates, hidden, anchor).eqns
     products = [e for e in eqns if e.primitive.name == "dot_general"]

@@ -4,6 +4,7 @@ The target is so small that the law of every continuation can be read off, and a
 """
 
 import functools
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +14,14 @@ import scipy.stats
 import dspark_jax as ds
 import pairs
 from dspark_jax import generation, verification
+from dspark_jax.drafter import with_successors
 from dspark_jax.scheduling import Schedule
 from dspark_jax.verification import SparseDraft
 
 V, T, PROMPT, SAMPLES = 10, 3, [3], 200_000
-EXECUTIONS = {"sparse": dict(execution="lattice", candidates=6), "dense": dict(execution="sequential")}
+EXECUTIONS = {"sparse": dict(execution="lattice", candidates=6), "dense": dict(execution="sequential"),
+              "union": dict(execution="lattice", candidates=3)}
+RULES = ("token", "block")
 
 
 @functools.cache
@@ -71,10 +75,11 @@ def exact_law(temperature, top_p):
 @functools.cache
 def sample(q, rule, temperature, top_p, samples=SAMPLES, schedule=None):
     """Counts [V, V, V] of the first three tokens, and the accepted length."""
+    draft = with_successors(drafter(), 4) if q == "union" else drafter(schedule is not None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "PROMPT_BUCKET", 1)  # as little padding as possible: the batch is large
         patch.setattr(generation, "CACHE_BUCKET", 1)
-        result = ds.generate(target(), drafter(schedule is not None), [PROMPT] * samples, max_new_tokens=3, temperature=temperature,
+        result = ds.generate(target(), draft, [PROMPT] * samples, max_new_tokens=3, temperature=temperature,
                              top_p=top_p, stop_tokens=[], verification=rule, schedule=schedule, **EXECUTIONS[q])
     if schedule is not None:
         assert len(set(map(tuple, result.proposed))) > (schedule.mode != "static")  # rows were treated differently
@@ -94,10 +99,10 @@ def chi_square(counts, law):
     return scipy.stats.chisquare(counts, expected).pvalue
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("q", EXECUTIONS)
+CASES = [*itertools.product(("sparse", "dense"), RULES, (0.5, 1.0, 1.5), (1.0, 0.8)), ("union", "block", 1.0, 0.8)]
+
+
+@pytest.mark.parametrize("q, rule, temperature, top_p", CASES)
 def test_law(q, rule, temperature, top_p):
     expected = exact_law(temperature, top_p)
     np.testing.assert_allclose(expected.sum(), 1)
@@ -126,10 +131,10 @@ def test_a_wrong_q_is_seen(monkeypatch, q, rule):
     assert chi_square(counts, exact_law(temperature, 1.0)) < 1e-6
 
 
-@pytest.mark.parametrize("q", EXECUTIONS)
+@pytest.mark.parametrize("q", ["sparse", "dense"])
 def test_the_block_rule_keeps_more(q):
     for temperature in (0.5, 1.0, 1.5):
-        token, block = (sample(q, rule, temperature, 1.0)[1] for rule in ("token", "block"))
+        token, block = (sample(q, rule, temperature, 1.0)[1] for rule in RULES)
         assert block > token - 0.01  # three standard errors
         if temperature == 1:
             assert block > token
