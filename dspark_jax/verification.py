@@ -9,14 +9,14 @@ Token rule. Accept x_i iff u_i q_i(x_i) < p_i(x_i) for a uniform u_i; stop at th
 Block rule (Sun et al., 2024, "Block Verification Accelerates Speculative Decoding"). The drafts are judged as prefixes:
 
     w_0 = 1      w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1)
-    S_i = sum_x relu(w_i p_{i+1}(x) - q_{i+1}(x))
+    S_i = sum_x relu(w_i p_{i+1}(x) - q_{i+1}(x)) = w_i - m_i      m_i = sum_x min(w_i p_{i+1}(x), q_{i+1}(x))
     h_i = S_i / (S_i + 1 - w_i) for i < n      h_n = w_n      with n the drafts put to verification
 
 Keep the longest prefix with u_i < h_i, the empty one if there is no other. Why that is exact: given x_1..x_i, the
-chance to keep more than i drafts is, by induction from the end, the mean of w_{i+1}, that is m_i = sum_x min(w_i p, q) =
-w_i - S_i; so the chance to keep at least i is m_i + (1 - m_i) h_i = w_i. To keep just i has the chance (1 - m_i) h_i =
-S_i, and its residual then makes each next token as likely as the target has it: min(w_i p, q) + relu(w_i p - q) = w_i p.
-The token rule's chance to keep i drafts is the product of the min(p / q, 1), never more than w_i.
+chance to keep more than i drafts is, by induction from the end, the mean of w_{i+1}, that is m_i; so the chance to keep
+at least i is m_i + (1 - m_i) h_i = w_i. To keep just i has the chance (1 - m_i) h_i = S_i, and its residual then makes
+each next token as likely as the target has it: min(w_i p, q) + relu(w_i p - q) = w_i p. The token rule's chance to keep
+i drafts is the product of the min(p / q, 1), never more than w_i.
 
 How many drafts are put to verification may depend on the drafts as a stopping time does: whether x_{i+1} is among them
 on x_1..x_i alone.
@@ -40,7 +40,8 @@ from dspark_jax.sampling import draw
 class SparseDraft(NamedTuple):
     """Draft laws that are zero outside a few tokens: ids int [T, M] of the target vocabulary, probabilities [T, M].
 
-    A dense law on a smaller draft vocabulary is the same thing, with its map to target ids repeated as `ids`.
+    A dense law on a smaller draft vocabulary is the same thing, with its map to target ids repeated as `ids`. An id may
+    come twice in a row, but only once with a probability above 0.
     """
 
     ids: jax.Array
@@ -133,11 +134,17 @@ def prefix_weights(p_tokens: jax.Array, q_tokens: jax.Array) -> jax.Array:
     return jnp.concatenate([one[None], jax.lax.scan(step, one, (p_tokens, q_tokens))[1]])
 
 
+def overlap(p: jax.Array, q: Draft, weights: jax.Array) -> jax.Array:
+    """The m_i of the block rule, i = 0..T-1: p [T, V], q of T laws, weights [T] -> [T]. Of a sparse q it costs T M."""
+    if isinstance(q, SparseDraft):
+        p, q = jnp.take_along_axis(p, q.ids, axis=-1), q.probabilities
+    return jnp.sum(jnp.minimum(weights[:, None] * p, q), axis=-1)
+
+
 def prefix_chances(p: jax.Array, q: Draft, weights: jax.Array, proposed: jax.Array | int | None = None) -> jax.Array:
     """The h_i of the block rule, i = 0..T, 0 for i > n: p [T+1, V], q of T laws, weights [T+1] -> [T+1]."""
-    T, V = p.shape[0] - 1, p.shape[1]
-    rows = jax.vmap(lambda t: full_row(q, t, V))(jnp.arange(T))
-    left = jnp.sum(jnp.maximum(weights[:-1, None] * p[:-1] - rows, 0), axis=-1)
+    T = p.shape[0] - 1
+    left = jnp.maximum(weights[:-1] - overlap(p[:-1], q, weights[:-1]), 0)
     total = left + (1 - weights[:-1])
     # 0/0: the target and the drafter agree on all of it, so what follows is accepted anyway.
     inner = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), 1)

@@ -78,12 +78,15 @@ def test_residual_by_hand():
 
 
 def test_sparse_and_dense_are_the_same_law():
-    """Repeated ids add up."""
-    q = SparseDraft(jnp.array([[3, 0, 3], [1, 2, 4]]), jnp.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7]]))
+    """Also where an id is repeated with probability 0."""
+    q = SparseDraft(jnp.array([[3, 0, 3], [1, 2, 4]]), jnp.array([[0.0, 0.5, 0.5], [0.1, 0.2, 0.7]]))
     dense = jnp.array([[0.5, 0, 0, 0.5, 0], [0, 0.1, 0.2, 0, 0.7]])
     for t in (0, 1):
         close(verification.full_row(q, t, 5), dense[t])
         close(verification.full_row(dense, t, 5), dense[t])
+    p, weights = jnp.full((2, 5), 0.2), jnp.array([1.0, 0.5])
+    close(verification.overlap(p, q, weights), [0.4, 0.3])
+    close(verification.overlap(p, dense, weights), [0.4, 0.3])
     for tokens in ([3, 4], [0, 1], [1, 0]):
         tokens = jnp.array(tokens)
         close(verification.token_probabilities(q, tokens), verification.token_probabilities(dense, tokens))
@@ -166,12 +169,11 @@ def along(laws, paths):
 
 
 def as_sparse(q):
-    """[..., V] as a `SparseDraft` of V + 1 candidates: ids in another order, one of them split in two."""
+    """[..., V] as a `SparseDraft` of V + 1 candidates: ids in another order, the first repeated with probability 0."""
     ids = np.argsort(-q, axis=-1, kind="stable")
     ids = np.concatenate([ids, ids[..., :1]], axis=-1)
     probabilities = np.take_along_axis(q, ids, axis=-1)
-    probabilities[..., 0] *= 0.25
-    probabilities[..., -1] *= 0.75
+    probabilities[..., -1] = 0
     return SparseDraft(ids, probabilities)
 
 
