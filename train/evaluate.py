@@ -15,7 +15,6 @@ import statistics
 
 from absl import flags
 
-import dspark_jax as ds
 from dspark_jax.data import sources
 from dspark_jax.drafter import EXECUTIONS
 from train import command_line, measure
