@@ -21,7 +21,9 @@ import jax.numpy as jnp
 
 from dspark_jax.divergences import wide
 
-CHUNK_BYTES = 64 << 20  # of one float32 array of logits [B, chunk, T, V]; on CPU larger ones are no faster
+# Of one float32 array of logits [B, chunk, T, V]. On CPU larger ones are no faster. An accelerator reads the output table
+# anew for every chunk and wants some hundred drafts for it: with one sequence a device, ask for 32 anchors or more.
+CHUNK_BYTES = 64 << 20
 
 
 def anchors_per_chunk(sequences: int, anchors: int, T: int, V: int) -> int:
