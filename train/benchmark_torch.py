@@ -36,21 +36,21 @@ def rotate(x, positions, theta):
 def attention(p, settings, context, x, positions, context_positions, visible):
     """Slots x [B, N*J, D] over context [B, S, D] and each other, where visible [B, N*J, S + N*J] says so."""
     split = lambda y: y.unflatten(-1, (-1, settings["head_dim"])).transpose(1, 2)
-    heads = lambda y, name: split(F.linear(y, p[f"{name}_proj/kernel"]))
+    heads = lambda y, name: split(F.linear(y, p[f"{name}_proj/weight"]))
     turned = lambda y, at, name: rotate(
         rms_norm(y, p[f"{name}_norm/weight"], settings["epsilon"]), at, settings["rope_theta"])
     both, at = torch.cat([context, x], dim=1), torch.cat([context_positions, positions], dim=1)
     query, key = turned(heads(x, "q"), positions, "q"), turned(heads(both, "k"), at, "k")
     mixed = F.scaled_dot_product_attention(
         query, key, heads(both, "v"), attn_mask=visible[:, None], enable_gqa=True)
-    return F.linear(mixed.transpose(1, 2).flatten(2), p["o_proj/kernel"])
+    return F.linear(mixed.transpose(1, 2).flatten(2), p["o_proj/weight"])
 
 
 def hidden_states(params, settings, batch):
     """[B, N, T, D] after the final norm."""
     epsilon = settings["epsilon"]
     inside = lambda prefix: {name[len(prefix):]: p for name, p in params.items() if name.startswith(prefix)}
-    context = F.linear(batch["features"], params["backbone/fc/kernel"])
+    context = F.linear(batch["features"], params["backbone/fc/weight"])
     context = rms_norm(context, params["backbone/hidden_norm/weight"], epsilon)
     positions, x = batch["positions"].flatten(1), F.embedding(batch["ids"].flatten(1), batch["embedding"])
     for i in range(settings["layers"]):
@@ -59,8 +59,8 @@ def hidden_states(params, settings, batch):
         x = x + attention(inside(f"backbone/layers_{i}/self_attn/"), settings, context, y, positions,
                           batch["context_positions"], batch["visible"])
         y = rms_norm(x, layer["post_attention_layernorm/weight"], epsilon)
-        gate, up = (F.linear(y, layer[f"mlp/{name}_proj/kernel"]) for name in ("gate", "up"))
-        x = x + F.linear(F.silu(gate) * up, layer["mlp/down_proj/kernel"])
+        gate, up = (F.linear(y, layer[f"mlp/{name}_proj/weight"]) for name in ("gate", "up"))
+        x = x + F.linear(F.silu(gate) * up, layer["mlp/down_proj/weight"])
     x = rms_norm(x, params["backbone/norm/weight"], epsilon)
     return x.unflatten(1, batch["ids"].shape[1:])[:, :, -settings["drafts"]:]
 
@@ -88,9 +88,8 @@ def main(file):
         array = lambda name: torch.from_numpy(arrays[name])
         params = {name.removeprefix("params/"): array(name) for name in arrays if name.startswith("params/")}
         batch = {name.removeprefix("batch/"): array(name) for name in arrays if name.startswith("batch/")}
-    for name, p in params.items():  # [in, out] there, [out, in] in PyTorch
-        weight = p.T.contiguous() if name.startswith("backbone/") and name.endswith("kernel") else p
-        params[name] = weight.requires_grad_()
+    for p in params.values():
+        p.requires_grad_()
     batch = {name: x.long() if x.dtype == torch.int32 else x for name, x in batch.items()}
     optimizer = torch.optim.AdamW(params.values(), lr=settings["lr"], betas=(settings["b1"], settings["b2"]),
                                   weight_decay=settings["weight_decay"], fused=True)

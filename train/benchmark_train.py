@@ -42,20 +42,22 @@ def run(target, drafter, *, drafts, anchors, repeats, budget, torch_python=None)
     model = dataclasses.replace(drafter.config, block_length=drafts, draft_vocab_size=vocab)
     optimizer = objective.make_optimizer(recipe.optimizer, recipe.optimizer.decay_steps)
     params = drafter_lib.init_params(model, jax.random.key(0))
-    frozen = {"embedding": target.embedding(), "head_rows": target.head_rows(), "target_to_draft": jnp.arange(vocab)}
+    frozen = {"embedding": target.embedding(), "head_rows": target.head_rows(), "target_to_draft": jnp.arange(vocab),
+              "draft_to_target": None, "target_head": None}
     batch, key = _batch(model, anchors), jax.random.key(3)
     result = {"drafts": drafts, "anchors": anchors, "sequence_length": batch["tokens"].shape[1], "vocabulary": vocab,
               "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
     stored = traverse_util.flatten_dict(jax.device_get(params), sep="/")  # the step will donate its own
 
-    step = jax.jit(objective.make_step(model, recipe.loss, anchors, optimizer), donate_argnums=(0, 1))
-    state = (params, optimizer.init(params))
-    step = step.lower(*state, frozen, batch, key).compile()
+    weights = objective.loss_weights(recipe.loss)
+    step = jax.jit(objective.make_step(model, weights, optimizer, anchors=anchors), donate_argnums=(0, 1))
+    state, number = (params, optimizer.init(params)), jnp.int32(0)
+    step = step.lower(*state, frozen, batch, key, number).compile()
     result["temporary_bytes"] = step.memory_analysis().temp_size_in_bytes
 
     def jax_step():
         nonlocal state
-        *state, metrics = step(*state, frozen, batch, key)
+        *state, metrics = step(*state, frozen, batch, key, number)
         return metrics["loss"]
 
     with contextlib.ExitStack() as stack:
@@ -109,7 +111,7 @@ def not_in_torch(model):
 
 
 def _torch_batch(model, frozen, batch, anchors, key):
-    """What `objective.terms` derives from the batch before it computes anything, as numpy arrays."""
+    """What `objective.sample_blocks` and the drafter derive from the batch before it computes anything, as numpy arrays."""
     T, tokens = model.block_length, batch["tokens"]
     length, width = tokens.shape[1], model.backbone.hidden_size
     anchors, keep = anchors_lib.sample_anchors(key, batch["loss_mask"], anchors)
