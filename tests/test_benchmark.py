@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,28 +13,12 @@ import tiny
 
 import dspark_jax as ds
 from dspark_jax.transitions import TRANSITIONS
+from program import run_tiny
 from train import benchmark_decode, benchmark_head, benchmark_train, timing
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-# The program with a target and a drafter that load at once.
-STUB = """
-import runpy, sys
-import dspark_jax as ds, tiny
-ds.load_target = lambda where: tiny.target()
-ds.load_drafter = lambda where, target: tiny.drafter(target, noise=0.5)
-sys.argv[0] = "benchmark"
-runpy.run_module("train.benchmark", run_name="__main__")
-"""
-
-
-# Programs this small take longer to compile than to run.
-ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-
-
 def _run(*arguments):
-    return subprocess.run([sys.executable, "-c", STUB, *arguments], cwd=ROOT, env=os.environ | ENVIRONMENT, check=False,
-                          capture_output=True, text=True)
+    # Programs this small take longer to compile than to run.
+    return run_tiny("train.benchmark", *arguments, XLA_FLAGS="--xla_backend_optimization_level=0")
 
 
 def _times(tree):

@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -16,10 +12,9 @@ import dspark_jax as ds
 from dspark_jax import calibration
 from dspark_jax import drafter as drafter_lib
 from dspark_jax.data import sources
+from program import check_refusals, run
 from train import rounds as rounds_lib
 from train.rounds import Rounds
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 STUB = """
 import runpy, sys
@@ -52,12 +47,6 @@ def sure_drafter(target):
 def shortened(prompt):
     """With so few tokens that all prompts are of one compiled size."""
     return dataclasses.replace(prompt, messages=({"role": "user", "content": prompt.messages[-1]["content"][:4]},))
-
-
-def _run(*arguments, program=STUB):
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], cwd=ROOT, check=False,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, capture_output=True, text=True)
 
 
 def some_rounds(N, T=2, prompts=10, seed=0):
@@ -140,7 +129,7 @@ def test_collect_keeps_what_generate_says_and_goes_on_from_a_file(tmp_path, monk
 def test_the_program_fits_reports_and_saves(tmp_path):
     out, file = tmp_path / "new" / "calibrated", tmp_path / "rounds.npz"
     flags = ("--sets=chat,gsm8k", "--count=8", "--max_new_tokens=40", "--batch_size=4", f"--rounds={file}", f"--out={out}")
-    result = _run("--drafter=.", *flags)
+    result = run(STUB, "--drafter=.", *flags)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("decoding 4") == 4
     lines = [line for line in result.stdout.splitlines() if not line.startswith("decoding")]
@@ -165,7 +154,7 @@ def test_the_program_fits_reports_and_saves(tmp_path):
     assert config == dataclasses.replace(
         sure_drafter(target).config, confidence_temperatures=tuple(temperatures.tolist()))
 
-    again = _run("--drafter=.", *flags, "--noplot")  # over what is there, and from the rounds that are there
+    again = run(STUB, "--drafter=.", *flags, "--noplot")  # over what is there, and from the rounds that are there
     assert again.returncode == 0, again.stderr
     assert again.stdout == "\n".join(lines) + "\n"
     assert json.loads((out / "calibration.json").read_text()) == results
@@ -204,12 +193,7 @@ def test_bad_input(tmp_path):
         "--plot": "matplotlib is not installed; allowed: pip install -e '.[plots]', or --noplot",
         f"--out={tmp_path / 'new'}": "each needs at least as many as bins, 20: decode more prompts (--count)",
     }
-    result = _run(*cases, program=BAD)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert len(lines) == len(cases)
-    for line, message in zip(lines, cases.values()):
-        assert message in line
-    result = _run("--drafter=none", "--out=x")
+    check_refusals(run(BAD, *cases), cases)
+    result = run(STUB, "--drafter=none", "--out=x")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: --drafter: none: no such directory")

@@ -1,36 +1,13 @@
 """What is measured, by hand and against `ds.generate`; and `python -m train.evaluate` as a user runs it."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import tiny
 
 import dspark_jax as ds
+from program import run_tiny
 from train import measure
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-# The program with a target and a drafter that load at once.
-STUB = """
-import runpy, sys
-import dspark_jax as ds, tiny
-ds.load_target = lambda where: tiny.target()
-ds.load_drafter = lambda where, target: tiny.drafter(target, noise=0.5)
-sys.argv[0] = "evaluate"
-runpy.run_module("train.evaluate", run_name="__main__")
-"""
-
-
-def _run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-c", STUB, *arguments],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True, text=True)
-
 
 def _measurement(accepted, proposed, tokens=([1],), plain=None, **changes):
     return measure.Measurement(**{
@@ -85,7 +62,7 @@ def test_block_length_can_be_shortened_but_not_lengthened(monkeypatch):
 
 def test_the_program_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "new" / "result.json"
-    result = _run("--drafter=.", "--sets=chat,gsm8k", "--count=2", "--max_new_tokens=20", "--block_length=2",
+    result = run_tiny("train.evaluate", "--drafter=.", "--sets=chat,gsm8k", "--count=2", "--max_new_tokens=20", "--block_length=2",
                   f"--out={out}")
     assert result.returncode == 0, result.stderr
     header, chat, gsm8k, mean, _, machine = result.stdout.splitlines()
@@ -106,6 +83,6 @@ def test_the_program_prints_a_table_and_writes_json(tmp_path):
     (["--temperature=-1"], "temperature"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
-    result = _run(*arguments)
+    result = run_tiny("train.evaluate", *arguments)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

@@ -1,19 +1,14 @@
 """The load simulator: cases counted by hand, what must be conserved, and what the scheduler is for."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from dspark_jax import calibration, scheduling, simulation
+from program import check_refusals, run, run_module, run_tiny
 from train import capacity
 from train.rounds import Rounds
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def one_answer(accepted, T=2, confidence=0.5):
@@ -227,16 +222,11 @@ def _save_rounds(path, N=600):
            prompt=names[np.arange(N) % 60], set=np.full(N, "chat"), done=names, settings={}).save(path)
 
 
-def _run(module, *arguments, program='import runpy, sys; runpy.run_module(sys.argv.pop(1), run_name="__main__")'):
-    return subprocess.run([sys.executable, "-c", program, module, *map(str, arguments)], cwd=ROOT, check=False,
-                          env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, capture_output=True, text=True)
-
-
 def test_the_simulator_prints_tables_and_writes_json_and_a_figure(tmp_path):
     rounds, calibrated, out = tmp_path / "rounds.npz", tmp_path / "calibration.json", tmp_path / "new" / "load"
     _save_rounds(rounds)
     calibrated.write_text('{"temperatures": [2.0, 2.0, 2.0]}')
-    result = _run("train.simulate", f"--rounds={rounds}", f"--calibration={calibrated}", "--concurrency=2,8", "--knee=8",
+    result = run_module("train.simulate", f"--rounds={rounds}", f"--calibration={calibrated}", "--concurrency=2,8", "--knee=8",
                   "--requests=20", "--seeds=4,5", f"--out={out}")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -290,27 +280,13 @@ def test_what_the_simulator_is_told_wrong(tmp_path):
         f"--rounds={rounds} --bucket=0": "--bucket: 0; must be positive",
         f"--rounds={rounds} --profile={short} --concurrency=4": "was measured for up to 8 tokens; such a load may take 16",
     }
-    result = _run(*cases, program=BAD)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert len(lines) == len(cases)
-    for line, message in zip(lines, cases.values()):
-        assert message in line
-
-
-PROFILE = """
-import runpy, sys
-import dspark_jax as ds, tiny
-ds.load_target = lambda where: tiny.target()
-ds.load_drafter = lambda where, target: tiny.drafter(target, block_length=1)
-runpy.run_module(sys.argv.pop(1), run_name="__main__")
-"""
+    check_refusals(run(BAD, *cases), cases)
 
 
 def test_the_profiler_measures_the_compiled_sizes(tmp_path):
     out = tmp_path / "new" / "c.json"
-    result = _run("train.profile_verify", "--drafter=.", "--rows=2", "--context=8", "--repeats=2", f"--out={out}",
-                  program=PROFILE)
+    result = run_tiny("train.profile_verify", "--drafter=.", "--rows=2", "--context=8", "--repeats=2", f"--out={out}",
+                      drafter="block_length=1")
     assert result.returncode == 0, result.stderr
     data, curve = json.loads(out.read_text()), capacity.load(out)
     assert data["buckets"] == [1, 2, 3, 4] and len(data["verify_seconds"]) == 4
@@ -318,5 +294,5 @@ def test_the_profiler_measures_the_compiled_sizes(tmp_path):
     assert curve.steps_per_second[3] == 1 / (data["verify_seconds"][2] + data["draft_seconds"])
     assert curve.source.startswith("measured, 2 requests, processor ") and data["machine"]["cores"] >= 1
     assert [line.split()[0] for line in result.stdout.splitlines()[:3]] == ["tokens", "1", "2"]
-    wrong = _run("train.profile_verify", "--drafter=.", "--context=2047", f"--out={out}", program=PROFILE)
+    wrong = run_tiny("train.profile_verify", "--drafter=.", "--context=2047", f"--out={out}", drafter="block_length=1")
     assert wrong.returncode == 2 and "--context: 2047; with a block it exceeds" in wrong.stderr
