@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pairs
+import program
 import slow
 from dspark_jax import losses
 from dspark_jax.loss_weights import LossWeights, loss_denominators
@@ -222,6 +223,13 @@ def test_logits_of_all_anchors_never_exist(terms, reduced):
         LossWeights(**terms), size=size, reduced=reduced, **SHAPE).memory_analysis().temp_size_in_bytes
     assert extra(4) < ONE_ARRAY
     assert reduced or extra(64) > 2 * ONE_ARRAY  # so the bound means something
+
+
+def test_the_memory_program_runs():
+    result = program.run_module("train.benchmark_losses", "--anchors=8", "--vocabulary=512", "--width=16", "--rank=4",
+                                "--sizes=2,8")
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["one", "anchors", "2", "8"]
 
 
 def test_terms_of_weight_zero_cost_nothing():

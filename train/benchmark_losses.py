@@ -29,9 +29,7 @@ _SIZES = flags.DEFINE_list("sizes", [], "Anchors at a time, one line each; empty
 _LIMIT = 1 << 30  # bytes, of what training chooses
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise ValueError(f"argument {argv[1]!r} is not a flag; see --help")
+def main():
     shape = dict(anchors=_ANCHORS.value, T=_BLOCK.value, V=_VOCABULARY.value, D=_WIDTH.value, R=_RANK.value)
     chosen = chunks.anchors_per_chunk(1, shape["anchors"], shape["T"], shape["V"])
     try:
