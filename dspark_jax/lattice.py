@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dspark_jax.candidates import Choice, top_candidates
 from dspark_jax.sampling import draw, probabilities
-from dspark_jax.transitions import Params, Transition, embed, successor_rows
+from dspark_jax.transitions import Params, Transition, embed, successor_rows, target_ids
 
 
 def check_first_order(transition: Transition) -> None:
@@ -65,8 +65,7 @@ def pair_scores(
     from_one = jax.vmap(edge, in_axes=(None, None, 0, 0))  # [M]: over the candidates b
     from_all = jax.vmap(from_one, in_axes=(0, None, None, None))  # [M, M]: over the candidates a before them
 
-    previous = candidates if draft_to_target is None else jnp.asarray(draft_to_target, jnp.int32)[candidates]
-    A, B = embed(params, previous), successor_rows(params, candidates)
+    A, B = embed(params, target_ids(candidates, draft_to_target)), successor_rows(params, candidates)
     first = from_one(embed(params, anchor), hidden[0], B[0], unary[0])
     pairs = jax.vmap(from_all)(A[:-1], hidden[1:], B[1:], unary[1:])
     return first, pairs
@@ -95,6 +94,24 @@ def walk(
     return jax.lax.scan(step, jnp.int32(0), (scores, keys))[1]
 
 
+def draft_among(
+    transition: Transition,
+    params: Params,
+    candidates: jax.Array,
+    unary: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array | float,
+    draft_to_target: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`lattice_draft` from candidates that are chosen already: int [T, M], draft-vocabulary ids, base logits [T, M]."""
+    first, pairs = pair_scores(transition, params, unary, candidates, hidden, anchor, draft_to_target)
+    slots, q = walk(first, pairs, key, temperature)
+    candidates = target_ids(candidates, draft_to_target)
+    return jnp.take_along_axis(candidates, slots[:, None], axis=-1)[:, 0], candidates, q
+
+
 def lattice_draft(
     transition: Transition,
     params: Params,
@@ -115,9 +132,4 @@ def lattice_draft(
     Returns: tokens int32 [T] (target ids), candidates int32 [T, M] (target ids), q float32 [T, M] (over the candidates).
     Raises ValueError for M > Vd, and for a transition that is not first order.
     """
-    candidates, unary = choose(logits, M)
-    first, pairs = pair_scores(transition, params, unary, candidates, hidden, anchor, draft_to_target)
-    slots, q = walk(first, pairs, key, temperature)
-    if draft_to_target is not None:
-        candidates = jnp.asarray(draft_to_target, jnp.int32)[candidates]
-    return jnp.take_along_axis(candidates, slots[:, None], axis=-1)[:, 0], candidates, q
+    return draft_among(transition, params, *choose(logits, M), hidden, anchor, key, temperature, draft_to_target)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.sampling import draw, probabilities
-from dspark_jax.transitions import Params, Transition, bias, embed, initial_state
+from dspark_jax.transitions import Params, Transition, bias, embed, initial_state, target_ids
 
 
 def sequential_draft(
@@ -41,9 +41,7 @@ def sequential_draft(
         phi, state = transition.phi(params, embed(params, previous), h, state)
         corrected = unary + bias(params, phi)
         q = probabilities(corrected, temperature)
-        token = draw(key, q)
-        if draft_to_target is not None:
-            token = jnp.asarray(draft_to_target, jnp.int32)[token]
+        token = target_ids(draw(key, q), draft_to_target)
         return (token, state), (token, q, corrected)
 
     anchor = jnp.asarray(anchor, jnp.int32)

@@ -123,6 +123,11 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     return jnp.asarray(params["predecessor"])[tokens]
 
 
+def target_ids(ids: jax.Array, draft_to_target: jax.Array | None) -> jax.Array:
+    """Draft-vocabulary ids as target ids, int [...]: draft_to_target int [Vd], or None where both are the same."""
+    return ids if draft_to_target is None else jnp.asarray(draft_to_target, jnp.int32)[ids]
+
+
 def successor_rows(params: Params, tokens: jax.Array) -> jax.Array:
     """B[b] for token ids int [...] of the draft vocabulary: [..., R]. Without a table B: [..., 0]."""
     if "successor" not in params:

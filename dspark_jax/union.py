@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dspark_jax.candidates import Choice, top_candidates
 from dspark_jax.lattice import check_first_order, edge_score
 from dspark_jax.sampling import draw, probabilities
-from dspark_jax.transitions import Params, Transition, bias, embed, successor_rows
+from dspark_jax.transitions import Params, Transition, bias, embed, successor_rows, target_ids
 
 ROWS = 64  # of the table are computed at a time: [ROWS, Vd] scores
 
@@ -63,8 +63,7 @@ def union_draft(
         unary = jnp.concatenate([unary, jnp.where(repeated, -jnp.inf, logits[t, extra])])
         edges = jax.vmap(functools.partial(edge_score, transition, params), in_axes=(None, None, 0, 0))
         q = probabilities(edges(embed(params, previous), h, successor_rows(params, candidates), unary), temperature)
-        if draft_to_target is not None:
-            candidates = jnp.asarray(draft_to_target, jnp.int32)[candidates]
+        candidates = target_ids(candidates, draft_to_target)
         token = candidates[draw(key, q)]
         return token, (token, candidates, q)
 

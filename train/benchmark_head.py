@@ -46,15 +46,8 @@ def candidates_of(logits, M):
 
 
 def scores_and_walk(transition, params, ids, scores, hidden, anchors, keys, temperature, draft_to_target=None):
-    """What `lattice_draft` does with its candidates, for a batch: ids and scores of `candidates_of` -> as `lattice`."""
-
-    def one(ids, scores, hidden, anchor, key):
-        first, pairs = lattice_lib.pair_scores(transition, params, scores, ids, hidden, anchor, draft_to_target)
-        slots, q = lattice_lib.walk(first, pairs, key, temperature)
-        if draft_to_target is not None:
-            ids = draft_to_target[ids]
-        return jnp.take_along_axis(ids, slots[:, None], axis=-1)[:, 0], ids, q
-
+    """`draft_among` for a batch: ids and scores of `candidates_of` -> as `lattice`."""
+    one = lambda i, s, h, a, k: lattice_lib.draft_among(transition, params, i, s, h, a, k, temperature, draft_to_target)
     return jax.vmap(one)(ids, scores, hidden, anchors, keys)
 
 
