@@ -122,7 +122,9 @@ def _extend_context(options, weights, features, starts, cache):
 
 
 def _commit(state, request, active, new, count):
-    """Append new[b, :count[b]] (int [B, Q]) to the rows that are ``active``, up to a stop token or the limit."""
+    """Append new[b, :count[b]] (int [B, Q]) to the rows that are ``active``, up to a stop token or the limit.
+
+    -> (fields of the new State, count [B] up to the stop token)."""
     slot = jnp.arange(new.shape[1])
     stop = jnp.any(new[..., None] == request.stops, axis=-1) & (slot < count[:, None])
     stopped = jnp.any(stop, axis=-1)
@@ -132,7 +134,7 @@ def _commit(state, request, active, new, count):
     produced = jnp.minimum(state.produced + count, request.limit)
     return {"tokens": jnp.where(active[:, None], put, state.tokens),
             "produced": jnp.where(active, produced, state.produced),
-            "done": state.done | (active & (stopped | (produced >= request.limit)))}
+            "done": state.done | (active & (stopped | (produced >= request.limit)))}, count
 
 
 @functools.partial(jax.jit, static_argnames=("options", "length"), donate_argnames=("target_cache", "draft_cache"))
@@ -157,7 +159,7 @@ def prefill(options, target, weights, prompts, lengths, keys, request, target_ca
     state = State(anchors, lengths, target_cache, draft_cache, keys, jnp.zeros((B, length + T), jnp.int32), nothing,
                   jnp.zeros(B, bool), _finite(logits), jnp.int32(0), record, record, sure,
                   jnp.ones((2, B, T), jnp.float32) if options.schedule == "lagged" else None)
-    first = _commit(state, request, ~state.done, anchors[:, None], jnp.ones(B, jnp.int32))
+    first, _ = _commit(state, request, ~state.done, anchors[:, None], jnp.ones(B, jnp.int32))
     return dataclasses.replace(state, **first)
 
 
@@ -183,10 +185,10 @@ def plain_round(options, target, weights, state, request):
     logits = _logits(options, target, hidden[:, 0])
     keys, now = _split(state.keys, 2)
     anchors = _draw(options, now, logits, request.temperature)
+    committed, _ = _commit(state, request, active, anchors[:, None], jnp.ones_like(anchors))
     return dataclasses.replace(
         state, anchors=anchors, starts=state.starts + active, target_cache=cache, keys=keys,
-        finite=state.finite & _finite(logits), rounds=state.rounds + 1,
-        **_commit(state, request, active, anchors[:, None], jnp.ones_like(anchors)))
+        finite=state.finite & _finite(logits), rounds=state.rounds + 1, **committed)
 
 
 def draft_round(options, target, weights, state, request, propose=propose):
@@ -208,11 +210,9 @@ def draft_round(options, target, weights, state, request, propose=propose):
     draft_cache = _extend_context(options, weights, features, state.starts, state.draft_cache)
     slot = jnp.arange(T + 1)
     new = jnp.where(slot == accepted[:, None], following[:, None], jnp.pad(proposal.tokens, ((0, 0), (0, 1))))
-    committed = _commit(state, request, active, new, accepted + 1)
+    committed, count = _commit(state, request, active, new, accepted + 1)
     # A row ends at an accepted stop token: what lies behind it was never proposed.
-    drafted_stop = jnp.any(new[..., None] == request.stops, axis=-1) & (slot < accepted[:, None])
-    ended = jnp.any(drafted_stop, axis=-1)
-    last = jnp.argmax(drafted_stop, axis=-1) + 1
+    ended = count <= accepted
 
     def record(table, values):
         return table.at[state.rounds].set(jnp.where(active, values, -1))
@@ -221,8 +221,8 @@ def draft_round(options, target, weights, state, request, propose=propose):
         anchors=jnp.where(active, following, state.anchors), starts=state.starts + active * (accepted + 1),
         target_cache=target_cache, draft_cache=draft_cache, keys=keys, **committed,
         finite=state.finite & finite & proposal.finite, rounds=state.rounds + 1,
-        accepted=record(state.accepted, jnp.where(ended, last, accepted)),
-        proposed=record(state.proposed, jnp.where(ended, last, proposed)),
+        accepted=record(state.accepted, jnp.where(ended, count, accepted)),
+        proposed=record(state.proposed, jnp.where(ended, count, proposed)),
         confidence=None if sure is None else state.confidence.at[state.rounds].set(proposal.confidence),
         earlier=None if state.earlier is None else jnp.stack([state.earlier[1], sure]))
 
@@ -235,11 +235,8 @@ def _lengths(options, sure, earlier, request, active):
     sure = jnp.ones(shape, jnp.float32) if sure is None else sure
     given = request.schedule | ({} if earlier is None else {"earlier": earlier[0]})
     lengths = scheduling.get_mode(options.schedule)(sure, active, **given)
-    if options.schedule == "causal":  # up to the compiled size, which costs nothing; see `causal_lengths`
-        sizes = jnp.array(buckets(*shape))
-        requests = jnp.sum(active)
-        tokens = sizes[jnp.searchsorted(sizes, requests + jnp.sum(lengths))]
-        lengths = scheduling.admit(sure, tokens - requests, active)
+    if options.schedule == "causal":
+        lengths = scheduling.fill_up(sure, lengths, jnp.array(buckets(*shape)), active)
     return lengths
 
 

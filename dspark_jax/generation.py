@@ -64,7 +64,7 @@ def stream(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[i
     if not isinstance(rounds, numbers.Integral) or rounds < 1:
         raise ValueError(f"rounds: {rounds}; must be a whole number of at least 1")
     batch = prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
-                     candidates, confidence_threshold, verification, schedule)
+                    candidates, confidence_threshold, verification, schedule)
     return parts(batch, rounds)
 
 
@@ -91,7 +91,7 @@ def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence
     Raises: ValueError that names the argument and what is allowed, or what was not finite.
     """
     batch = prepare(target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, execution,
-                     candidates, confidence_threshold, verification, schedule)
+                    candidates, confidence_threshold, verification, schedule)
     return Result.join(list(parts(batch, max(max_new_tokens, 1))))
 
 

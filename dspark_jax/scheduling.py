@@ -94,14 +94,25 @@ def causal_lengths(confidence: jax.Array, active: jax.Array | None, *, steps_per
     """Algorithm 1 of the DSpark paper: down the ranking while the objective grows, and no further.
 
     The largest objective of all is found where it has one peak along the ranking, as with a `monotone_envelope`.
-
-    Compiled programs have a few sizes only. To round the tokens of the result up to such a size and `admit` as many
-    candidates keeps the law too: candidate j is then verified iff the walk got past the largest size that is at most j,
-    of which the walk decides without looking behind j.
     """
     theta = _objectives(confidence, steps_per_second, active)
     rises = (theta[1:] > theta[:-1]).astype(jnp.int32)
     return admit(confidence, jnp.sum(jnp.cumprod(rises)), active)
+
+
+def fill_up(
+    confidence: jax.Array, lengths: jax.Array, sizes: jax.Array, active: jax.Array | None = None
+) -> jax.Array:
+    """Causal lengths made longer until the pass has a size that it is compiled for, which costs nothing: int32 [R].
+
+    That keeps the law too: candidate j is then verified iff the walk got past the largest size that is at most j, of
+    which the walk decides without looking behind j.
+
+    lengths: of `causal_lengths`; sizes: numbers of tokens, rising, the last at least R (T + 1).
+    """
+    requests = confidence.shape[0] if active is None else jnp.sum(active)
+    tokens = sizes[jnp.searchsorted(sizes, requests + jnp.sum(lengths))]
+    return admit(confidence, tokens - requests, active)
 
 
 def lagged_lengths(

@@ -64,7 +64,7 @@ def record(confidence, accepted, proposed, answer) -> Recording:
 Policy = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 _schedule = jax.jit(scheduling.schedule_prefixes, static_argnames=("mode",))
-_capacity, _admit = jax.jit(scheduling.capacity), jax.jit(scheduling.admit)
+_capacity, _admit, _fill_up = map(jax.jit, (scheduling.capacity, scheduling.admit, scheduling.fill_up))
 
 
 def _none(steps_per_second, value) -> Policy:
@@ -86,11 +86,7 @@ def _causal(steps_per_second, value) -> Policy:
     ends = np.append(falls, len(steps_per_second) - 1)
 
     def lengths(confidence, active):
-        first = _schedule(confidence, envelope, mode="causal", active=active)
-        requests = np.sum(active)
-        tokens = requests + np.sum(first)
-        end = ends[np.searchsorted(ends, tokens)]
-        return first if end == tokens else _admit(confidence, end - requests, active)
+        return _fill_up(confidence, _schedule(confidence, envelope, mode="causal", active=active), ends, active)
 
     return lengths
 
