@@ -89,7 +89,7 @@ def _split(keys, parts):
     return tuple(jnp.moveaxis(jax.vmap(lambda k: jax.random.split(k, parts))(keys), 1, 0))
 
 
-def _process(options, params, tokens, positions, cache, ragged=None):
+def process(options, params, tokens, positions, cache, ragged=None):
     """The target on ``tokens`` -> (final-normed hidden [..., D], features [..., taps * D] or None, cache)."""
     taps = options.drafter.target_layer_ids if options.drafter else ()
     with jax.named_scope("verify"):
@@ -97,12 +97,13 @@ def _process(options, params, tokens, positions, cache, ragged=None):
     return hidden, jnp.concatenate(tapped, axis=-1) if taps else None, cache
 
 
-def _logits(options, params, hidden):
+def logits_of(options, params, hidden):
+    """The target's logits: final-normed hidden [..., D] -> [..., V]."""
     with jax.named_scope("verify_head"):
         return Decoder(options.target).apply({"params": params}, hidden, method=Decoder.logits)
 
 
-def _draw(options, keys, logits, temperature):
+def draw(options, keys, logits, temperature):
     """One token per row from the target's law: keys [B], logits [B, V]."""
     return jax.vmap(sampling.draw)(keys, sampling.probabilities(logits, temperature, options.top_k, options.top_p))
 
@@ -112,7 +113,7 @@ def _finite(x):
     return jnp.all(jnp.isfinite(x), axis=range(1, x.ndim))
 
 
-def _extend_context(options, weights, features, starts, cache):
+def extend_context(options, weights, features, starts, cache):
     """Write the draft keys and values of newly processed positions starts + 0..Q-1: features [B, Q, taps * D]."""
     positions = starts[:, None] + jnp.arange(features.shape[1])
     with jax.named_scope("commit"):
@@ -146,13 +147,13 @@ def prefill(options, target, weights, prompts, lengths, keys, request, target_ca
     B, P = prompts.shape
     T = options.block_length
     positions = jnp.broadcast_to(jnp.arange(P), (B, P))
-    hidden, features, target_cache = _process(options, target, prompts, positions, target_cache)
+    hidden, features, target_cache = process(options, target, prompts, positions, target_cache)
     if options.drafter:
-        draft_cache = _extend_context(options, weights, features, jnp.zeros_like(lengths), draft_cache)
+        draft_cache = extend_context(options, weights, features, jnp.zeros_like(lengths), draft_cache)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    logits = _logits(options, target, last)
+    logits = logits_of(options, target, last)
     keys, now = _split(keys, 2)
-    anchors = _draw(options, now, logits, request.temperature)
+    anchors = draw(options, now, logits, request.temperature)
     record = jnp.full((length, B), -1, jnp.int32) if T else None
     sure = jnp.zeros((length, B, T), jnp.float32) if T and options.drafter.confidence else None
     nothing = jnp.zeros(B, jnp.int32)
@@ -181,10 +182,10 @@ def decode(options, target, weights, state, request, rounds, step=None):
 def plain_round(options, target, weights, state, request):
     """Process the anchor, draw the next token."""
     active = ~state.done
-    hidden, _, cache = _process(options, target, state.anchors[:, None], state.starts[:, None], state.target_cache)
-    logits = _logits(options, target, hidden[:, 0])
+    hidden, _, cache = process(options, target, state.anchors[:, None], state.starts[:, None], state.target_cache)
+    logits = logits_of(options, target, hidden[:, 0])
     keys, now = _split(state.keys, 2)
-    anchors = _draw(options, now, logits, request.temperature)
+    anchors = draw(options, now, logits, request.temperature)
     committed, _ = _commit(state, request, active, anchors[:, None], jnp.ones_like(anchors))
     return dataclasses.replace(
         state, anchors=anchors, starts=state.starts + active, target_cache=cache, keys=keys,
@@ -207,7 +208,7 @@ def draft_round(options, target, weights, state, request, propose=propose):
     with jax.named_scope("rule"):
         rule = verification.get_verification(options.verification)
         accepted, following = jax.vmap(rule)(verify_keys, p, proposal.tokens, proposal.q, proposed)
-    draft_cache = _extend_context(options, weights, features, state.starts, state.draft_cache)
+    draft_cache = extend_context(options, weights, features, state.starts, state.draft_cache)
     slot = jnp.arange(T + 1)
     new = jnp.where(slot == accepted[:, None], following[:, None], jnp.pad(proposal.tokens, ((0, 0), (0, 1))))
     committed, count = _commit(state, request, active, new, accepted + 1)
@@ -251,18 +252,18 @@ def _verify(options, params, block, starts, cache, proposed, active, temperature
     positions = starts[:, None] + jnp.arange(Q)
 
     def laws(hidden, temperature):
-        logits = _logits(options, params, hidden)
+        logits = logits_of(options, params, hidden)
         return sampling.probabilities(logits, temperature, options.top_k, options.top_p), jnp.all(jnp.isfinite(logits), -1)
 
     def all_drafts(cache):
-        hidden, features, cache = _process(options, params, block, positions, cache)
+        hidden, features, cache = process(options, params, block, positions, cache)
         p, finite = laws(hidden, temperature[:, None])
         return p, jnp.all(finite, axis=-1), features, cache
 
     def some_drafts(N, cache):
         places = Ragged.of(lengths, Q, N)
         at = places.rows, places.slots
-        hidden, features, cache = _process(options, params, block[at], positions[at], cache, places)
+        hidden, features, cache = process(options, params, block[at], positions[at], cache, places)
         p, finite = laws(hidden, temperature[places.rows])
         return p[places.index], jnp.all(finite[places.index], axis=-1), features[places.index], cache
 

@@ -299,8 +299,7 @@ def pair_law(z, lengths):
 
 def _filled(confidence, speeds):
     """The causal walk, then as many candidates as fill up the compiled size: 2, 4 or 6 tokens."""
-    K = jnp.sum(schedule_prefixes(confidence, speeds))
-    return scheduling.admit(confidence, K + K % 2)
+    return scheduling.fill_up(confidence, schedule_prefixes(confidence, speeds), jnp.array([2, 4, 6]))
 
 
 def _kept_laws(confidence, speeds, envelope, earlier):

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 import dspark_jax as ds
 from dspark_jax import cache as kv
-from dspark_jax import sampling
-from dspark_jax.drafter import DrafterModule, base_logits, block_hidden, check_execution, propose
-from dspark_jax.target import Decoder
+from dspark_jax import decoding, sampling
+from dspark_jax.drafter import base_logits, block_hidden, check_execution, propose
 from dspark_jax.transitions import get_transition
 from dspark_jax.verification import SparseDraft, get_verification
 from train import measure, timing
@@ -56,60 +55,53 @@ class Caches:
         self.draft = kv.empty_cache(b.num_hidden_layers, batch, length, b.num_key_value_heads, b.head_dim, wide)
 
 
-def process(config, taps, params, tokens, starts, cache):
-    """The target on tokens int [B, Q] at positions starts + 0..Q-1 -> (hidden [B, Q, D], features or None, cache)."""
-    positions = starts[:, None] + jnp.arange(tokens.shape[1])
-    hidden, tapped, cache = Decoder(config).apply({"params": params}, tokens, positions, cache, taps)
-    return hidden, jnp.concatenate(tapped, axis=-1) if taps else None, cache
+def process(options, params, tokens, starts, cache):
+    """`decoding.process` at positions starts + 0..Q-1: tokens int [B, Q], starts int [B]."""
+    return decoding.process(options, params, tokens, starts[:, None] + jnp.arange(tokens.shape[1]), cache)
 
 
-def law(config, params, hidden, temperature):
-    """Probabilities of the next token, [..., D] -> [..., V]."""
-    logits = Decoder(config).apply({"params": params}, hidden, method=Decoder.logits)
-    return sampling.probabilities(logits, temperature)
-
-
-def draw(config, params, hidden, rows):
+def draw(options, params, hidden, rows):
     """The token after each of hidden [B, 1, D]."""
-    return jax.vmap(sampling.draw)(rows.keys, law(config, params, hidden[:, 0], rows.temperature))
+    return decoding.draw(options, rows.keys, decoding.logits_of(options, params, hidden[:, 0]), rows.temperature)
 
 
-def plain_step(config, params, rows, cache):
+def plain_step(options, params, rows, cache):
     """-> (next token [B], cache)."""
-    hidden, _, cache = process(config, (), params, rows.anchors[:, None], rows.starts, cache)
-    return draw(config, params, hidden, rows), cache
+    hidden, _, cache = process(options, params, rows.anchors[:, None], rows.starts, cache)
+    return draw(options, params, hidden, rows), cache
 
 
-def judge(config, params, hidden, tokens, q, rows):
+def judge(options, params, hidden, tokens, q, rows):
     """The token rule: hidden [B, T+1, D], drafts [B, T] and their q -> accepted [B], next token [B]."""
-    p = law(config, params, hidden, rows.temperature)
-    return jax.vmap(get_verification("token"))(rows.keys, p, tokens, q)
+    p = sampling.probabilities(decoding.logits_of(options, params, hidden), rows.temperature)
+    return jax.vmap(get_verification(options.verification))(rows.keys, p, tokens, q)
 
 
-def commit(config, params, features, starts, context):
-    """Drafter keys and values of features [B, Q, taps * D] at positions starts + 0..Q-1, written into ``context``."""
-    positions = starts[:, None] + jnp.arange(features.shape[1])
-    pairs = DrafterModule(config).apply({"params": params}, features, positions, method=DrafterModule.context)
-    return jax.tree.map(lambda old, new: kv.write(old, new, starts), context, pairs)
-
-
-def full_round(target, config, execution, candidates, params, drafter, rows, cache, context):
+def full_round(options, params, drafter, rows, cache, context):
     """-> ((accepted, next token), target cache, drafter cache)."""
-    proposal = propose(config, drafter["params"], drafter["embedding"], drafter["head_rows"],
-                       drafter["draft_to_target"], context, *rows, execution, candidates)
+    proposal = propose(options.drafter, drafter["params"], drafter["embedding"], drafter["head_rows"],
+                       drafter["draft_to_target"], context, *rows, options.execution, options.candidates)
     block = jnp.concatenate([rows.anchors[:, None], proposal.tokens], axis=1)
-    hidden, features, cache = process(target, config.target_layer_ids, params, block, rows.starts, cache)
-    verdict = judge(target, params, hidden, proposal.tokens, proposal.q, rows)
-    return verdict, cache, commit(config, drafter["params"], features, rows.starts, context)
+    hidden, features, cache = process(options, params, block, rows.starts, cache)
+    verdict = judge(options, params, hidden, proposal.tokens, proposal.q, rows)
+    return verdict, cache, decoding.extend_context(options, drafter, features, rows.starts, context)
+
+
+def options_of(target, drafter=None, execution=None):
+    """What a greedy or sampled round without a schedule is compiled for; a plain step where there is no drafter."""
+    config = drafter.config if drafter else None
+    return decoding.Options(target=target.config, drafter=config, top_k=0, top_p=1.0, execution=execution,
+                            candidates=min(config.candidates, config.draft_vocab_size) if drafter else None,
+                            verification="token", schedule=None)
 
 
 def plain_programs(target, caches, rows):
     """{name: call} of one plain step as a whole and in parts."""
-    config, params = target.config, target.params
-    whole = jax.jit(functools.partial(plain_step, config), donate_argnums=2)
-    decoder = jax.jit(functools.partial(process, config, ()), donate_argnums=3)
-    last = jax.jit(functools.partial(draw, config))
-    hidden = jnp.zeros((len(rows.anchors), 1, config.hidden_size), caches.target[0][0].dtype)
+    options, params = options_of(target), target.params
+    whole = jax.jit(functools.partial(plain_step, options), donate_argnums=2)
+    decoder = jax.jit(functools.partial(process, options), donate_argnums=3)
+    last = jax.jit(functools.partial(draw, options))
+    hidden = jnp.zeros((len(rows.anchors), 1, target.config.hidden_size), caches.target[0][0].dtype)
 
     def call_whole():
         token, caches.target = whole(params, rows, caches.target)
@@ -126,16 +118,16 @@ def round_programs(target, drafter, execution, caches, rows):
     """{name: call} of one round as a whole and then of its parts, in their order."""
     config, arrays, params = drafter.config, drafter.arrays(), target.params
     transition, table = get_transition(config.transition), drafter.params.get("transition", {})
-    candidates = min(config.candidates, config.draft_vocab_size)
-    whole = jax.jit(functools.partial(full_round, target.config, config, execution, candidates), donate_argnums=(3, 4))
+    options = options_of(target, drafter, execution)
+    whole = jax.jit(functools.partial(full_round, options), donate_argnums=(3, 4))
     backbone = jax.jit(functools.partial(block_hidden, config))
     head = jax.jit(functools.partial(base_logits, config))
-    top = jax.jit(functools.partial(candidates_of, M=candidates))
+    top = jax.jit(functools.partial(candidates_of, M=options.candidates))
     walk = jax.jit(functools.partial(scores_and_walk, transition))
     steps = jax.jit(functools.partial(sequential, transition))
-    verify = jax.jit(functools.partial(process, target.config, config.target_layer_ids), donate_argnums=3)
-    rule = jax.jit(functools.partial(judge, target.config))
-    extend = jax.jit(functools.partial(commit, config), donate_argnums=3)
+    verify = jax.jit(functools.partial(process, options), donate_argnums=3)
+    rule = jax.jit(functools.partial(judge, options))
+    extend = jax.jit(functools.partial(decoding.extend_context, options), donate_argnums=3)
 
     def call_whole():
         verdict, caches.target, caches.draft = whole(params, arrays, rows, caches.target, caches.draft)
@@ -149,7 +141,7 @@ def round_programs(target, drafter, execution, caches, rows):
         return hidden, features
 
     def call_commit():
-        caches.draft = extend(drafter.params, features, rows.starts, caches.draft)
+        caches.draft = extend(arrays, features, rows.starts, caches.draft)
         return caches.draft
 
     # Each part works on what the one before it gave, computed once.
