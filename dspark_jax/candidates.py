@@ -90,17 +90,17 @@ def sharded_candidates(logits: jax.Array, M: int, axis: str) -> tuple[jax.Array,
     return jnp.take_along_axis(ids, place, axis=-1), scores
 
 
-def over_mesh(mesh: jax.sharding.Mesh, axis: str) -> Choice:
+def over_mesh(mesh: jax.sharding.Mesh, axis: str, batch: str | None = None) -> Choice:
     """`sharded_candidates` as a function of whole logits, their last axis laid out over ``axis`` of ``mesh``.
 
-    V must be a multiple of that axis's size. A batch laid out over another axis stays there where it is mapped by
-    ``jax.vmap(..., spmd_axis_name=that axis)``.
+    V must be a multiple of that axis's size. A first axis laid out over another axis of the mesh, ``batch``, stays there.
     """
 
     def choose(logits, M):
-        laid = jax.P(*[None] * (logits.ndim - 1), axis)
+        laid = jax.P(*([batch] + [None] * logits.ndim)[:logits.ndim - 1], axis)
         # The candidates are the same on every shard, which is more than the checker of varying axes can see.
         return jax.shard_map(
-            lambda x: sharded_candidates(x, M, axis), mesh=mesh, in_specs=laid, out_specs=jax.P(), check_vma=False)(logits)
+            lambda x: sharded_candidates(x, M, axis), mesh=mesh, in_specs=laid, out_specs=jax.P(batch),
+            check_vma=False)(logits)
 
     return choose

@@ -5,7 +5,6 @@ D model width, R transition rank, M candidates per position.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,11 @@ from dspark_jax import anchors as anchors_lib
 from dspark_jax import layers
 from dspark_jax import transitions
 from dspark_jax.backbone import Backbone, BackboneConfig
+from dspark_jax.candidates import Choice, top_candidates
 from dspark_jax.confidence import confidence_logits
-from dspark_jax.lattice import lattice_draft
+from dspark_jax.lattice import draft_among
 from dspark_jax.sequential import sequential_draft
-from dspark_jax.union import successor_table, union_draft
+from dspark_jax.union import successor_table, union_among
 from dspark_jax.verification import SparseDraft
 
 EXECUTIONS = ("sequential", "lattice")
@@ -236,12 +236,13 @@ def block_hidden(config, params, embedding, context, anchors, starts):
 
 
 def propose(config, params, embedding, head_rows, draft_to_target, context, anchors, starts, keys, temperature,
-            execution, candidates, successors=None):
+            execution, candidates, successors=None, choose=top_candidates):
     """Draft T tokens behind each anchor.
 
     embedding [V, D], head_rows [Vd, D], draft_to_target int [Vd] or None, context: cache of key/value pairs
     [B, K, S, C] whose positions before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B];
-    temperature scalar or [B]. successors int [V, K] or None: a table that lattice execution adds candidates from.
+    temperature scalar or [B]. Lattice execution takes the ``candidates`` best tokens of each position, found by
+    ``choose`` (`dspark_jax.candidates`) in logits [B, T, Vd], and adds those of successors int [V, K] or None.
     """
     temperature = jnp.broadcast_to(temperature, anchors.shape)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
@@ -249,12 +250,16 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     with jax.named_scope("draft_head"):
         logits = base_logits(config, head_rows, hidden)
     if execution == "lattice":
-        lattice = lattice_draft if successors is None else functools.partial(union_draft, successors=successors)
+        with jax.named_scope("candidates"):
+            best, unary = choose(logits, candidates)
         with jax.named_scope("lattice"):
-            tokens, ids, probabilities = jax.vmap(
-                lambda u, h, a, k, t: lattice(
-                    transition, table, u, h, a, k, t, candidates, draft_to_target=draft_to_target)
-            )(logits, hidden, anchors, keys, temperature)
+            block = best, unary, hidden, anchors, keys, temperature
+            if successors is None:
+                draft = lambda *block: draft_among(transition, table, *block, draft_to_target)
+            else:
+                block = *block, logits
+                draft = lambda *block: union_among(transition, table, *block, successors, draft_to_target)
+            tokens, ids, probabilities = jax.vmap(draft)(*block)
         q = SparseDraft(ids, probabilities)
     else:
         with jax.named_scope("sequential"):
@@ -278,6 +283,8 @@ class Drafter:
     ``draft_to_target`` int32 [Vd] maps draft ids to target ids, None where both are the same.
     ``target``: what is known of the target's config, "num_target_layers" and "max_position_embeddings".
     ``successors`` int32 [V, K] or None: more candidates for lattice execution, from `with_successors`.
+    ``choose``: how lattice execution finds the best tokens, a function of `dspark_jax.candidates`: on TPU
+    `approximate_candidates`, over a vocabulary laid out on a mesh `over_mesh`.
     """
 
     config: DrafterConfig
@@ -288,6 +295,7 @@ class Drafter:
     owns_tables: bool = False
     target: dict = dataclasses.field(default_factory=dict)
     successors: jax.Array | None = None
+    choose: Choice = top_candidates
 
     def arrays(self):
         """What a compiled program needs."""
