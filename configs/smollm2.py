@@ -49,6 +49,7 @@ def get_config():
     config.drafter.execution = "lattice"
     config.drafter.candidates = 16
     config.drafter.confidence = True
+    config.drafter.trained = ("backbone", "transition", "confidence")  # which parts of it
 
     config.batch = config_dict.ConfigDict()
     config.batch.sequences = 8

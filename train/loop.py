@@ -38,7 +38,10 @@ def train(config, workdir, target=None):
     target = target or loading.load_target(config.target)
     model = drafter_config(config.drafter, target.config)  # what is wrong with the config shows before the long work
     drafter_lib.check_fit(model, target.config)
-    optimizer = objective.make_optimizer(config.optimizer, config.steps)
+    trained = tuple(config.drafter.get("trained", objective.PARTS))
+    if not trained or not set(trained) <= set(objective.PARTS):
+        raise ValueError(f"drafter.trained: {trained}; allowed: some of {', '.join(objective.PARTS)}")
+    optimizer = objective.make_optimizer(config.optimizer, config.steps, trained)
     prompts = _held_out_prompts(config.evaluation, target)
     if not 2 <= config.data.max_length <= target.config.max_position_embeddings:
         raise ValueError(f"data.max_length: {config.data.max_length}; must lie in "
@@ -89,7 +92,7 @@ def train(config, workdir, target=None):
     # -------------------------------------------------------------- update
     step_fn = jax.jit(objective.make_step(
         model, loss, optimizer, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk,
-        micro_steps=config.batch.micro_steps, online=online), donate_argnums=(0, 1))
+        micro_steps=config.batch.micro_steps, online=online, trained=trained), donate_argnums=(0, 1))
     evaluate = jax.jit(block_evaluation.make_evaluation(
         model, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk, online=online))
     manager = run_checkpoints.open_manager(workdir)

@@ -23,8 +23,11 @@ from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominator
 from train import features as features_lib
 
 
-def make_optimizer(options, steps):
-    """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm.
+PARTS = ("backbone", "transition", "confidence")  # of a drafter's parameters
+
+
+def make_optimizer(options, steps, trained=PARTS):
+    """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm, for the ``trained`` parts.
 
     The decay ends at ``options.decay_steps``, or with the run, after ``steps``, where that is None. A run that ends
     earlier keeps a high rate for another one to go on from.
@@ -33,9 +36,13 @@ def make_optimizer(options, steps):
     if not 0 <= options.warmup_steps < decay_steps:
         raise ValueError(f"optimizer.warmup_steps: {options.warmup_steps}; must lie in [0, steps = {decay_steps})")
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.lr, options.warmup_steps, decay_steps, 0.0)
-    return optax.chain(
+    update = optax.chain(
         optax.clip_by_global_norm(options.clip),
         optax.adamw(schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay))
+    if tuple(trained) == PARTS:
+        return update
+    return optax.multi_transform({True: update, False: optax.set_to_zero()},
+                                 lambda params: {name: name in trained for name in params})
 
 
 def loss_weights(options):
@@ -56,16 +63,18 @@ def with_features(batch, frozen, online):
 
 def sample_blocks(config, batch, target_to_draft, key, anchors):
     """Where blocks start and what they predict: "anchors", "keep" [B, N]; "predecessors" (target ids), "labels" (draft
-    ids), "mask" (supervised drafts), "sources" (positions at which the target predicts the labels) [B, N, T]."""
+    ids), "mask" (supervised drafts), "reached" (those and what follows them directly: drafts that verification can come
+    to), "sources" (positions at which the target predicts the labels) [B, N, T]."""
     T, tokens = config.block_length, batch["tokens"]
     anchors, keep = anchors_lib.sample_anchors(key, batch["loss_mask"], anchors)
     labels = target_to_draft[anchors_lib.labels(tokens, anchors, keep, T)]
     # A draft behind a token that can't be drafted is never reached: the running AND goes on over the draft vocabulary.
-    mask = anchors_lib.evaluation_mask(batch["loss_mask"], anchors, keep, T)
-    mask = jnp.cumprod(mask & (labels >= 0), axis=-1).astype(bool)
+    supervised = anchors_lib.evaluation_mask(batch["loss_mask"], anchors, keep, T)
+    mask = jnp.cumprod(supervised & (labels >= 0), axis=-1).astype(bool)
+    reached = supervised & jnp.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)
     return {
         "anchors": anchors, "keep": keep, "predecessors": anchors_lib.predecessors(tokens, anchors, keep, T),
-        "labels": jnp.maximum(labels, 0), "mask": mask,
+        "labels": jnp.maximum(labels, 0), "mask": mask, "reached": reached,
         "sources": anchors_lib.target_indices(anchors, keep, T, tokens.shape[1])}
 
 
@@ -82,7 +91,7 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
         rows["candidate_phi"] = transitions.teacher_forced_phi(
             transition, table, predecessors, jax.lax.stop_gradient(hidden))
     fixed_rows = {"final": anchors_lib.gather(features[..., -width:], blocks["sources"]),
-                  "labels": blocks["labels"], "mask": blocks["mask"]}
+                  "labels": blocks["labels"], "mask": blocks["mask"], "reached": blocks["reached"]}
     shared = {name: table[name] for name in ("successor",) if name in table}
     return shared, rows, {name: frozen[name] for name in ("head_rows", "target_head")}, fixed_rows
 
@@ -108,7 +117,7 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows):
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     w = draft_weights(weights, logits, labels, mask)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, rows["confidence"], weights.decay, weights=w,
-                                 log_normalizer=log_normalizer)
+                                 log_normalizer=log_normalizer, reached=fixed_rows["reached"])
     if weights.unary:
         terms["unary"] = losses.weighted(w, divergences.cross_entropy(base, labels))
     if weights.kl:
@@ -146,18 +155,19 @@ def batch_loss(config, weights, params, frozen, batch, blocks, at, denominators,
     return chunks.sum_in_chunks(functools.partial(chunk_loss, config, weights), size, shared, rows, fixed, fixed_rows)
 
 
-def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, micro_steps=1, online=None):
+def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, micro_steps=1, online=None, trained=PARTS):
     """-> step(params, opt_state, frozen, batch, key, number) -> (params, opt_state, metrics), number counting from 0.
 
     weights: `LossWeights`. anchors: N. anchors_per_chunk: anchors whose logits exist at one time; None: as many as fit
     into `chunks.CHUNK_BYTES`. micro_steps: parts that the batch is computed in; the update is that of the whole batch.
-    A batch without a supervised draft changes nothing ("blocks" among its metrics is 0). ``online`` is None (features
+    A batch without a draft that could be verified changes nothing ("blocks" among its metrics is 0). ``online`` is None (features
     come with the batch) or (target config, taps): the target runs in the same program, with frozen["target"].
+    trained: the parts of the parameters that have a gradient; the optimizer must leave the others alone.
     """
 
     def step(params, opt_state, frozen, batch, key, number):
         blocks = sample_blocks(config, batch, frozen["target_to_draft"], key, anchors)
-        denominators, at = loss_denominators(weights, blocks["mask"]), weights.at(number)
+        denominators, at = loss_denominators(weights, blocks["mask"], blocks["reached"]), weights.at(number)
         if not config.confidence:
             at.pop("confidence", None)
         sequences = len(batch["tokens"]) // micro_steps
@@ -165,7 +175,9 @@ def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, mi
 
         def part(batch, blocks):
             batch = with_features(batch, frozen, online)
-            loss = lambda params: batch_loss(config, weights, params, frozen, batch, blocks, at, denominators, size)
+            learn = lambda params: {name: part if name in trained else jax.lax.stop_gradient(part)
+                                    for name, part in params.items()}
+            loss = lambda params: batch_loss(config, weights, learn(params), frozen, batch, blocks, at, denominators, size)
             return jax.value_and_grad(loss, has_aux=True)(params), None
 
         # Every part takes every micro_steps-th sequence: where sequences are sharded, each device keeps its own.
