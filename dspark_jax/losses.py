@@ -114,6 +114,7 @@ def drafter_terms(
     weights: jax.Array | None = None,
     log_normalizer: jax.Array | None = None,
     reached: jax.Array | None = None,
+    accept: jax.Array | None = None,
 ) -> dict[str, Ratio]:
     """DSpark's terms and metrics of a batch (or of a part of it) as undivided sums.
 
@@ -130,6 +131,7 @@ def drafter_terms(
       reached: bool [..., T], drafts that verification can come to, whatever their own label is: over these go accept
         rates, accepted length and confidence. A label outside the draft vocabulary is in no term of its own, but what the
         drafter proposes there is rejected, which its confidence must know. None: those of ``mask``.
+      accept: [..., T], alpha where drafts are not drawn from all tokens (`divergences.accept_rate_among`); None: they are.
 
     Returns: dict of `Ratio`:
       "ce", "l1", "confidence": weighted sums of the terms in the module docstring;
@@ -150,7 +152,7 @@ def drafter_terms(
         return terms
 
     l1 = l1_distance(draft_logits, target_logits, log_normalizer)
-    alpha = accept_rate(l1)
+    alpha = accept_rate(l1) if accept is None else accept
     terms["l1"] = weighted(weights, l1)
     terms["accept_rate"] = weighted(reached.astype(jnp.float32), alpha, leading)
     terms["expected_accepted_length"] = weighted(supervised_blocks(reached), expected_accepted_length(alpha, reached))

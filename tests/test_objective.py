@@ -205,6 +205,23 @@ def test_accept_rates_are_those_of_verification():
     close(metrics["l1"], (w * 2 * (1 - alpha)).sum() / w.sum())
 
 
+def test_accept_rates_of_a_lattice():
+    """Drafts are drawn among the M best of the base logits, so alpha is of the law over these, renormalised."""
+    drafter, frozen, batch = setting(execution="lattice", candidates=3)
+    blocks = parts(drafter, frozen, batch)
+    (_, terms), _ = loss_and_gradient(LossWeights(), 3, drafter, frozen, batch, blocks)
+    base, logits, _, q = arrays(drafter, frozen, batch, blocks)
+    reached, alpha = np.asarray(blocks["reached"]), np.zeros(base.shape[:-1])
+    for i in np.ndindex(alpha.shape):
+        ids = slow.top(base[i], 3)
+        alpha[i] = np.minimum(softmax(logits[i][ids]), q[i][IDS[ids]]).sum()
+    found = losses.metrics_of(terms)
+    close(found["accept_rate"], (alpha * reached).sum((0, 1)) / reached.sum((0, 1)))
+    w, s = np.asarray(losses.position_weights(reached, 4.0)), 1 / (1 + np.exp(-np.float64(
+        objective.head_inputs(drafter.config, LossWeights(), drafter.params, frozen, batch, blocks)[1]["confidence"])))
+    close(found["confidence"], -(w * (alpha * np.log(s) + (1 - alpha) * np.log1p(-s))).sum() / w.sum())
+
+
 @pytest.mark.parametrize("policy", ["exclude", "inject"])
 def test_candidates_term(policy):
     drafter, frozen, batch = setting("context")

@@ -116,8 +116,13 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows):
     base, logits, target_logits, log_normalizer = laws(config, shared, rows, fixed, fixed_rows)
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     w = draft_weights(weights, logits, labels, mask)
+    accept, M = None, min(config.candidates, config.draft_vocab_size)
+    if config.execution == "lattice" and M < config.draft_vocab_size:
+        # What verification will see: drafts are drawn among the candidates, which loses much of a flat law.
+        _, best = sampling.top_candidates(jax.lax.stop_gradient(base), M)
+        accept = divergences.accept_rate_among(logits, base >= best[..., -1:], target_logits, log_normalizer)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, rows["confidence"], weights.decay, weights=w,
-                                 log_normalizer=log_normalizer, reached=fixed_rows["reached"])
+                                 log_normalizer=log_normalizer, reached=fixed_rows["reached"], accept=accept)
     if weights.unary:
         terms["unary"] = losses.weighted(w, divergences.cross_entropy(base, labels))
     if weights.kl:
