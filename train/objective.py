@@ -6,7 +6,8 @@ width, M candidates per position.
 ``frozen``, what is not trained: "embedding" [V, D], "head_rows" [Vd, D], "target_to_draft" int [V] (-1: not in the
 draft vocabulary); with a reduced draft vocabulary "draft_to_target" int [Vd] and "target_head" [V, D], otherwise None;
 with the target in the program "target".
-``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state.
+``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state;
+of packed rows also documents int [B, S] (see `dspark_jax.packing`).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from dspark_jax import anchors as anchors_lib
-from dspark_jax import chunks, divergences, layers, losses, sampling, transitions
+from dspark_jax import chunks, divergences, layers, losses, packing, sampling, transitions
 from dspark_jax.drafter import base_logits, block_confidence, training_hidden
 from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominators
 from train import features as features_lib
@@ -51,22 +52,33 @@ def with_features(batch, frozen, online):
     """The batch with features that the target makes now: ``online`` is (target config, taps). None: as it is."""
     if online is None:
         return batch
-    return batch | {"features": features_lib.rows_of(online[0], frozen["target"], batch["tokens"], online[1])}
+    rows = features_lib.rows_of(online[0], frozen["target"], batch["tokens"], online[1], batch.get("documents"))
+    return batch | {"features": rows}
 
 
 def sample_blocks(config, batch, target_to_draft, key, anchors):
-    """Where blocks start and what they predict: "anchors", "keep" [B, N]; "predecessors" (target ids), "labels" (draft
+    """`blocks_at` up to ``anchors`` random anchors per sequence, of packed rows shared out among the documents."""
+    return blocks_at(config, batch, target_to_draft, *anchors_lib.sample_anchors(
+        key, _supervised(batch), anchors, batch.get("documents")))
+
+
+def blocks_at(config, batch, target_to_draft, anchors, keep):
+    """What blocks at these anchors predict: "anchors", "keep" [B, N]; "predecessors" (target ids), "labels" (draft
     ids), "mask" (supervised drafts), "sources" (positions at which the target predicts the labels) [B, N, T]."""
     T, tokens = config.block_length, batch["tokens"]
-    anchors, keep = anchors_lib.sample_anchors(key, batch["loss_mask"], anchors)
     labels = target_to_draft[anchors_lib.labels(tokens, anchors, keep, T)]
     # A draft behind a token that can't be drafted is never reached: the running AND goes on over the draft vocabulary.
-    mask = anchors_lib.evaluation_mask(batch["loss_mask"], anchors, keep, T)
+    mask = anchors_lib.evaluation_mask(_supervised(batch), anchors, keep, T)
     mask = jnp.cumprod(mask & (labels >= 0), axis=-1).astype(bool)
     return {
         "anchors": anchors, "keep": keep, "predecessors": anchors_lib.predecessors(tokens, anchors, keep, T),
         "labels": jnp.maximum(labels, 0), "mask": mask,
         "sources": anchors_lib.target_indices(anchors, keep, T, tokens.shape[1])}
+
+
+def _supervised(batch):
+    documents = batch.get("documents")
+    return batch["loss_mask"] if documents is None else packing.supervised(batch["loss_mask"], documents)
 
 
 def head_inputs(config, weights, params, frozen, batch, blocks):
@@ -75,7 +87,7 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
     features = batch["features"].astype(jnp.float32)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
     hidden = training_hidden(config, params, frozen["embedding"], features[..., :-width], batch["tokens"],
-                             blocks["anchors"], blocks["keep"])
+                             blocks["anchors"], blocks["keep"], batch.get("documents"))
     rows = {"hidden": hidden, "phi": transitions.teacher_forced_phi(transition, table, predecessors, hidden),
             "confidence": block_confidence(config, params, hidden, predecessors)}
     if weights.candidates and weights.candidates_stop_gradient:
