@@ -20,9 +20,10 @@ def get_config():
     config.checkpoint_every = 100
 
     config.data = config_dict.ConfigDict()
-    config.data.tokens = config_dict.placeholder(str)  # None: the token file that ships with the package
+    config.data.tokens = config_dict.placeholder(str)  # chat data (.jsonl) or tokens (.npz); None: what is shipped
     config.data.conversations = config_dict.placeholder(int)  # None: all
-    config.data.max_length = 256
+    config.data.max_length = 256  # tokens after which a conversation is cut
+    config.data.row_length = config_dict.placeholder(int)  # pack conversations into rows of so many; None: one a row
     config.data.source_weights = config_dict.ConfigDict({"gsm8k": 2.0, "code": 2.0})
 
     config.evaluation = config_dict.ConfigDict()

@@ -12,6 +12,7 @@ from flax import linen as nn
 
 from dspark_jax import anchors as anchors_lib
 from dspark_jax import layers
+from dspark_jax import packing
 from dspark_jax import transitions
 from dspark_jax.backbone import Backbone, BackboneConfig
 from dspark_jax.candidates import Choice, top_candidates
@@ -140,9 +141,9 @@ class DrafterModule(nn.Module):
     def context(self, features, positions):
         return self.backbone.context(features, positions)
 
-    def block(self, embeddings, positions, context, visible):
+    def block(self, embeddings, positions, context, visible, context_positions=None):
         """As `Backbone.block`, but only the T slots that predict: [B, N, T, D]."""
-        hidden = self.backbone.block(embeddings, positions, context, visible)
+        hidden = self.backbone.block(embeddings, positions, context, visible, context_positions)
         return hidden[..., -self.config.block_length:, :]
 
     def everything(self):  # init must touch every parameter
@@ -195,19 +196,24 @@ def block_confidence(config, params, hidden, predecessors):
     return confidence_logits(params["confidence"]["kernel"], params["confidence"]["bias"], hidden, embedding)
 
 
-def training_hidden(config, params, embedding, features, tokens, anchors, keep):
+def training_hidden(config, params, embedding, features, tokens, anchors, keep, documents=None):
     """Hidden states [B, N, T, D] of N blocks per sequence, each seeing the features before its anchor.
 
-    embedding [V, D] of the target; features [B, S, taps * D]; tokens int [B, S]; anchors int and keep bool [B, N].
+    embedding [V, D] of the target; features [B, S, taps * D]; tokens int [B, S]; anchors int and keep bool [B, N];
+    documents int [B, S] where sequences are packed (see `dspark_jax.packing`): a block sees those of its own document.
     """
     module, variables = DrafterModule(config), {"params": params}
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    visible, positions, starts = index[:, None, :] < anchors[:, :, None], index, anchors
+    if documents is not None:
+        visible &= documents[:, None, :] == anchors_lib.gather(documents, anchors)[:, :, None]
+        positions = packing.positions(documents)
+        starts = anchors_lib.gather(positions, anchors)
     context = module.apply(variables, features, positions, method=DrafterModule.context)
     ids = anchors_lib.block_tokens(tokens, anchors, keep, config.slots, config.mask_token_id)
-    visible = positions[:, None, :] < anchors[:, :, None]
     return module.apply(
-        variables, slot_embeddings(config, embedding, ids), anchors_lib.block_positions(anchors, config.slots), context,
-        visible, method=DrafterModule.block)
+        variables, slot_embeddings(config, embedding, ids), anchors_lib.block_positions(starts, config.slots), context,
+        visible, positions, method=DrafterModule.block)
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,7 @@ import numpy as np
 from ml_collections import config_dict
 
 import pairs
-from dspark_jax.data.conversations import OnPolicyTokens
+from dspark_jax.data.documents import Documents
 from train import loop
 
 VOCABULARY, STEPS = 24, 30
@@ -29,15 +29,16 @@ def write_tokens(path, conversations=24):
         for _ in range(int(rng.integers(20, 45))):
             chain.append(int(followers[chain[-1], rng.integers(3)]))
         cut = int(rng.integers(3, 8))
-        rows.append((chain[:cut], chain[cut:], 1.0, "gsm8k" if i % 3 else "chat"))
-    OnPolicyTokens.pack(rows).save(path)
+        rows.append((chain, np.arange(len(chain)) >= cut, "gsm8k" if i % 3 else "chat"))
+    Documents.pack(rows).save(path)
 
 
 def config(tokens):
     """Every field of configs/, at sizes that train in seconds; written out, so that recipes can change without it."""
     sections = {
         "target": "tests/tiny_run.py", "seed": 3, "steps": STEPS, "checkpoint_every": 5, "init_from": None,
-        "data": {"tokens": str(tokens), "conversations": None, "max_length": 40, "source_weights": {"gsm8k": 3.0}},
+        "data": {"tokens": str(tokens), "conversations": None, "max_length": 40, "row_length": None,
+                 "source_weights": {"gsm8k": 3.0}},
         "features": {"cached": True, "directory": None},
         "drafter": {
             "num_hidden_layers": 1, "intermediate_size": 32, "conv_kernel_size": 0, "block_length": 3,

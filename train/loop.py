@@ -5,6 +5,7 @@ the parameters it would have had.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -21,8 +22,8 @@ from dspark_jax import drafter as drafter_lib
 from dspark_jax import loading
 from dspark_jax.backbone import Attention, BackboneConfig
 from dspark_jax.checkpoints import run as run_checkpoints
-from dspark_jax.data import sources
-from dspark_jax.data.conversations import OnPolicyTokens
+from dspark_jax.data import chat, sources
+from dspark_jax.data.documents import Documents
 from train import batches, bigram, block_evaluation, features, measure, objective
 
 
@@ -46,6 +47,9 @@ def train(config, workdir, target=None):
     if not 2 <= config.data.max_length <= target.config.max_position_embeddings:
         raise ValueError(f"data.max_length: {config.data.max_length}; must lie in "
                          f"[2, {target.config.max_position_embeddings}], the target's context")
+    row_length = config.data.get("row_length")
+    if row_length is not None and row_length < config.data.max_length:
+        raise ValueError(f"data.row_length: {row_length}; must be at least data.max_length, {config.data.max_length}")
     loss = objective.loss_weights(config.loss)
     for name, value in (("checkpoint_every", config.checkpoint_every), ("batch.anchors", config.batch.anchors),
                         ("batch.anchors_per_chunk", config.batch.anchors_per_chunk),
@@ -60,17 +64,14 @@ def train(config, workdir, target=None):
 
     # ---------------------------------------------------------------- data
     token_file = config.data.tokens or sources.SHIPPED_TOKENS
-    data = OnPolicyTokens.load(token_file)
-    data = data if config.data.conversations is None else data.first(config.data.conversations)
-    if len(data.tokens) == 0 or int(data.tokens.max()) >= target.config.vocab_size:
-        raise ValueError(f"data.tokens: {token_file}: must hold ids of the target's vocabulary "
-                         f"[0, {target.config.vocab_size}), and not be empty")
-    sequences = [np.concatenate(data.conversation(i)) for i in range(len(data))]
-    lengths = np.minimum([len(s) for s in sequences], config.data.max_length)
+    data = _read_documents(token_file, config.data, target)
+    sequences = [data.document(i)[0] for i in range(len(data))]
+    lengths = np.minimum(data.length.astype(np.int64), config.data.max_length)
     weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
     if not 1 <= config.batch.sequences <= np.count_nonzero(weights):
         raise ValueError(f"batch.sequences: {config.batch.sequences}; must lie in [1, {np.count_nonzero(weights)}], "
                          f"the conversations of {token_file} whose source has a weight")
+    choose = functools.partial(batches.choose_packed, length=row_length) if row_length else batches.choose
     taps = tuple(config.drafter.target_layer_ids)
     rows = None
     if config.features.cached:
@@ -109,8 +110,8 @@ def train(config, workdir, target=None):
             total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05) as bar:
         for step in range(start, config.steps):
             began = time.monotonic()
-            chosen = batches.choose(lengths, weights, config.batch.sequences, config.seed, step)
-            batch = batches.assemble(sequences, data.prompt_len, rows, chosen, config.data.max_length)
+            chosen = choose(lengths, weights, config.batch.sequences, seed=config.seed, step=step)
+            batch = batches.assemble(data, rows, chosen, row_length or config.data.max_length, config.data.max_length)
             batch = {name: jnp.asarray(array) for name, array in batch.items() if array is not None}
             step_key, evaluated = jax.random.fold_in(key, step), {}
             if config.evaluation.blocks_every and step % config.evaluation.blocks_every == 0:
@@ -130,6 +131,23 @@ def train(config, workdir, target=None):
     if prompts:
         _report_gain(config.evaluation, target, prompts, drafter, trained)
     return trained
+
+
+def _read_documents(file, options, target):
+    """The `Documents` of a training config's ``data`` section, from chat data (.jsonl) or from a token file (.npz)."""
+    vocab_size, count = target.config.vocab_size, options.conversations
+    if str(file).endswith(".jsonl"):
+        data, report = chat.read_documents(
+            file, target.tokenizer, vocab_size, options.max_length, count,
+            progress=functools.partial(tqdm.tqdm, desc="chat data", unit="row", dynamic_ncols=True))
+        print(report)
+        return data
+    data = Documents.load(file)
+    data = data if count is None else data.first(count)
+    if len(data) == 0 or int(data.tokens.max()) >= vocab_size:
+        raise ValueError(f"data.tokens: {file}: must hold ids of the target's vocabulary [0, {vocab_size}), and not be "
+                         "empty")
+    return data
 
 
 def _held_out_prompts(options, target):
@@ -179,8 +197,7 @@ def starting_drafter(config, model, target, data, sequences):
                               "drafters on the target's tables can be trained")
         params = jax.tree.map(lambda array: array.astype(jnp.float32), earlier.params)  # whatever it was stored in
         return dataclasses.replace(earlier, params=params)
-    answers = np.concatenate([data.conversation(i)[1] for i in range(len(data))])
-    draft_ids = most_frequent(answers, model.vocab_size, model.draft_vocab_size)
+    draft_ids = most_frequent(data.tokens[data.loss_mask], model.vocab_size, model.draft_vocab_size)
     params = drafter_lib.init_params(model, jax.random.key(config.seed))
     if config.drafter.transition_init == "bigram":
         if model.transition == "none":

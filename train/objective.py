@@ -6,7 +6,8 @@ width, M candidates per position.
 ``frozen``, what is not trained: "embedding" [V, D], "head_rows" [Vd, D], "target_to_draft" int [V] (-1: not in the
 draft vocabulary); with a reduced draft vocabulary "draft_to_target" int [Vd] and "target_head" [V, D], otherwise None;
 with the target in the program "target".
-``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state.
+``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state;
+of packed rows also documents int [B, S] (see `dspark_jax.packing`).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from dspark_jax import anchors as anchors_lib
-from dspark_jax import chunks, divergences, layers, losses, sampling, transitions
+from dspark_jax import chunks, divergences, layers, losses, packing, sampling, transitions
 from dspark_jax.drafter import base_logits, block_confidence, training_hidden
 from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominators
 from train import features as features_lib
@@ -58,18 +59,24 @@ def with_features(batch, frozen, online):
     """The batch with features that the target makes now: ``online`` is (target config, taps). None: as it is."""
     if online is None:
         return batch
-    return batch | {"features": features_lib.rows_of(online[0], frozen["target"], batch["tokens"], online[1])}
+    rows = features_lib.rows_of(online[0], frozen["target"], batch["tokens"], online[1], batch.get("documents"))
+    return batch | {"features": rows}
 
 
 def sample_blocks(config, batch, target_to_draft, key, anchors):
-    """Where blocks start and what they predict: "anchors", "keep" [B, N]; "predecessors" (target ids), "labels" (draft
+    """`blocks_at` up to ``anchors`` random anchors per sequence, of packed rows shared out among the documents."""
+    return blocks_at(config, batch, target_to_draft, *anchors_lib.sample_anchors(
+        key, _supervised(batch), anchors, batch.get("documents")))
+
+
+def blocks_at(config, batch, target_to_draft, anchors, keep):
+    """What blocks at these anchors predict: "anchors", "keep" [B, N]; "predecessors" (target ids), "labels" (draft
     ids), "mask" (supervised drafts), "reached" (those and what follows them directly: drafts that verification can come
     to), "sources" (positions at which the target predicts the labels) [B, N, T]."""
     T, tokens = config.block_length, batch["tokens"]
-    anchors, keep = anchors_lib.sample_anchors(key, batch["loss_mask"], anchors)
     labels = target_to_draft[anchors_lib.labels(tokens, anchors, keep, T)]
     # A draft behind a token that can't be drafted is never reached: the running AND goes on over the draft vocabulary.
-    supervised = anchors_lib.evaluation_mask(batch["loss_mask"], anchors, keep, T)
+    supervised = anchors_lib.evaluation_mask(_supervised(batch), anchors, keep, T)
     mask = jnp.cumprod(supervised & (labels >= 0), axis=-1).astype(bool)
     reached = supervised & jnp.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)
     return {
@@ -78,13 +85,18 @@ def sample_blocks(config, batch, target_to_draft, key, anchors):
         "sources": anchors_lib.target_indices(anchors, keep, T, tokens.shape[1])}
 
 
+def _supervised(batch):
+    documents = batch.get("documents")
+    return batch["loss_mask"] if documents is None else packing.supervised(batch["loss_mask"], documents)
+
+
 def head_inputs(config, weights, params, frozen, batch, blocks):
     """What the heads and the loss of `sum_in_chunks` work on: (shared, rows, fixed, fixed_rows)."""
     width, predecessors = config.backbone.hidden_size, blocks["predecessors"]
     features = batch["features"].astype(jnp.float32)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
     hidden = training_hidden(config, params, frozen["embedding"], features[..., :-width], batch["tokens"],
-                             blocks["anchors"], blocks["keep"])
+                             blocks["anchors"], blocks["keep"], batch.get("documents"))
     rows = {"hidden": hidden, "phi": transitions.teacher_forced_phi(transition, table, predecessors, hidden),
             "confidence": block_confidence(config, params, hidden, predecessors)}
     if weights.candidates and weights.candidates_stop_gradient:
