@@ -50,14 +50,6 @@ def test_keep_policy(tmp_path, policy, kept):
     assert names(write(tmp_path, range(1, 9), **policy)) == list(map(str, kept))
 
 
-@pytest.mark.parametrize("policy, message", [
-    ({"keep": 0}, "checkpoint_keep: 0; must be at least 1"),
-    ({"keep_every": 0}, "checkpoint_keep_every: 0; must be at least 1")])
-def test_bad_policy(tmp_path, policy, message):
-    with pytest.raises(ValueError, match=message):
-        run_checkpoints.open_manager(tmp_path, **policy)
-
-
 def cut_off_copy(folder):
     """A newer checkpoint of which only the arrays came along."""
     shutil.copytree(folder / "4", folder / "9")

@@ -3,7 +3,9 @@
     python -m train.main --config=configs/quickstart.py --workdir=runs/quickstart
     python -m train.main --config=configs/quickstart.py --workdir=runs/other --config.optimizer.lr=1e-3
 
-Started again with the same command, a run that was interrupted goes on from its newest checkpoint.
+Started again with the same command, a run that was interrupted goes on from its newest checkpoint. SIGTERM and Ctrl-C
+let it finish its step and save it; a second one ends it at once. How it is logged and kept, evaluated and spread over
+devices may change from start to start; what is trained may not.
 """
 
 from absl import flags

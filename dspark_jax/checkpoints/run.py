@@ -11,12 +11,8 @@ from orbax.checkpoint import checkpoint_managers
 def open_manager(workdir, keep=2, keep_every=None):
     """A manager of workdir/checkpoints that keeps the newest ``keep`` steps and all multiples of ``keep_every``.
 
-    What saves that were killed have left is deleted, so only the run itself may open one. Raises ValueError for a number
-    below 1.
+    What saves that were killed have left is deleted, so only the run itself may open one.
     """
-    for name, value in (("checkpoint_keep", keep), ("checkpoint_keep_every", keep_every)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: {value}; must be at least 1")
     policy = checkpoint_managers.LatestN(keep)
     if keep_every is not None:
         policy = checkpoint_managers.AnyPreservationPolicy([policy, checkpoint_managers.EveryNSteps(keep_every)])
