@@ -8,6 +8,7 @@ from ml_collections import config_dict
 
 import tiny
 import tiny_run
+from dspark_jax.data import sources
 from train import held_out, loop, metrics_log, run_config, step_trace
 
 # ------------------------------------------------------------------------------------------------------------ config
@@ -138,14 +139,25 @@ def test_when_prompts_are_decoded():
     assert due() == []
 
 
+def test_held_out_prompts():
+    options, target = config_dict.ConfigDict({"prompts": 2}), tiny.target()
+    prompts = held_out.prompts(options, target)
+    assert len(prompts) == 2 * len(sources.EVALUATION_SOURCES) and all(map(len, prompts))
+    with pytest.raises(ValueError, match="evaluation.prompts: this target has no tokenizer"):
+        held_out.prompts(options, tiny_run.target())
+    options.prompts = 0
+    assert held_out.prompts(options, tiny_run.target()) == []
+
+
 @pytest.mark.slow
-def test_held_out_prompts_profile_and_sparse_log(tmp_path, capsys):
-    """Five steps of which every third is logged, beside the last, held-out prompts decoded every second; then profiled."""
+def test_held_out_prompts_profile_and_sparse_log(tmp_path, monkeypatch, capsys):
+    """Five steps of which every third is logged, beside the last, and prompts decoded every second; some are profiled."""
+    monkeypatch.setattr(held_out, "prompts", lambda *_: [[3, 4, 5], [6, 7, 8]])
     tiny_run.write_tokens(tmp_path / "tiny.npz")
     config = tiny_run.config(tmp_path / "tiny.npz")
     config.steps, config.log_every, config.profile, config.checkpoint_every = 5, 3, "2:4", 100
     config.evaluation.prompts, config.evaluation.every, config.evaluation.blocks_every = 1, 2, 0
-    workdir, target = tmp_path / "run", tiny.target()
+    workdir, target = tmp_path / "run", tiny_run.target()
     loop.train(config, workdir, target)
     lines = [json.loads(text) for text in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in lines if "loss" in entry] == [3, 5]

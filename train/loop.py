@@ -136,7 +136,7 @@ def _train(config, workdir, target, stop):
         done = start
         decode_held_out(done)
         since, began = done, time.monotonic()
-        while done < config.steps and not stop.agreed():
+        while not (stopped := stop.agreed()) and done < config.steps:
             step, done = done, done + 1
             chosen = batches.choose(lengths, weights, config.batch.sequences, config.seed, step)
             batch = batches.assemble(sequences, data.prompt_len, rows, chosen, config.data.max_length)
@@ -162,11 +162,11 @@ def _train(config, workdir, target, stop):
                 decode_held_out(done)
                 since, began = done, time.monotonic()
     trace.close()
-    if stop.received is not None:
+    if stopped:
         run_checkpoints.save(manager, done, {"params": params, "opt_state": opt_state})
     manager.close()  # waits for what is being saved
-    if stop.received is not None:
-        raise signals.Stopped(stop.received, f"step {done} of {config.steps} is saved in {workdir}")
+    if stopped:
+        raise signals.Stopped(stopped, f"step {done} of {config.steps} is saved in {workdir}")
     _report(log, len(prompts))
     return drafter_lib.attach(model, params, target, draft_ids)
 
@@ -252,7 +252,7 @@ def _compute_features(target, sequences, taps, directory, stop):
 
         def progress(done, total):
             bar.update(done - bar.n)
-            if stop.received is not None:
+            if stop.received:
                 raise signals.Stopped(stop.received, f"the target's features of {done} of {total} sequences are kept in "
                                                      f"{directory}")
 

@@ -74,9 +74,10 @@ def _read(path):
 
 def table(lines) -> str:
     """The end of a run as text: means over the last logged steps, and how many batches had nothing to train on."""
-    steps = [line for line in lines if "loss" in line and line.get("blocks", 1)][-LAST:]  # not of skipped batches
-    if not steps:
+    logged = [line for line in lines if "loss" in line]
+    if not logged:
         return "no step was logged"
+    steps = [line for line in logged if line.get("blocks", 1)][-LAST:]  # a skipped batch says nothing
     rows = []
     for name, title in FIGURES.items():
         values = [line[name] for line in steps if name in line]
@@ -84,5 +85,5 @@ def table(lines) -> str:
         for i, column in enumerate(zip(*values) if by_position else [values]):
             if column:
                 rows.append([f"{title}, position {i + 1}" if by_position else title, f"{statistics.mean(column):.3f}"])
-    rows.append(["skipped batches", f"{steps[-1].get('skipped', 0)}"])
-    return measure.table([f"after {steps[-1]['step']} steps", f"mean of the last {len(steps)} logged"], rows)
+    rows.append(["skipped batches", f"{logged[-1].get('skipped', 0)}"])
+    return measure.table([f"after {logged[-1]['step']} steps", f"mean of the last {len(steps)} logged"], rows)

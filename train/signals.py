@@ -35,15 +35,15 @@ class StopRequest:
 
     received = None
 
-    def agreed(self) -> bool:
-        """Whether any process of the run was asked to stop; ``received`` is set in all of them then.
+    def agreed(self):
+        """-> the signal that asked any process of the run to stop, the same in all of them, or None.
 
         With several processes this waits for all of them: each calls it after every step.
         """
-        if jax.process_count() > 1:
-            number = int(np.max(multihost_utils.process_allgather(np.int32(self.received or 0))))
-            self.received = signal.Signals(number) if number else None
-        return self.received is not None
+        if jax.process_count() == 1:
+            return self.received
+        number = int(np.max(multihost_utils.process_allgather(np.int32(self.received or 0))))
+        return signal.Signals(number) if number else None
 
 
 @contextlib.contextmanager
