@@ -89,13 +89,13 @@ def test_log_goes_on_after_the_checkpoint(tmp_path):
     with open(path, "a") as file:
         file.write('{"loss": 3}\n17\n{"step": 8, "lo')  # no step, no object, and a line that was cut off
     with metrics_log.MetricsLog(tmp_path, 6) as log:
-        assert log.held_out() == {0: 1.25, 6: 1.5}
+        assert log.held_out == {0: 1.25, 6: 1.5}
     with metrics_log.MetricsLog(tmp_path, 5) as log:
-        assert log.held_out() == {0: 1.25}
+        assert log.held_out == {0: 1.25}
         log.write(6, {"loss": 9.0})
-        assert [entry["step"] for entry in log.lines] == [0, 2, 4, 6]
     written = [json.loads(text) for text in path.read_text().splitlines()]
-    assert written == log.lines and written[-1] == {"step": 6, "loss": 9.0}
+    assert written == metrics_log.read(tmp_path) and written[-1] == {"step": 6, "loss": 9.0}
+    assert [entry["step"] for entry in written] == [0, 2, 4, 6]
     assert written[1] == {"step": 2, "loss": 1.0, "accept_rate": [0.5, 0.25]}
     assert list((tmp_path / "tensorboard").glob("events*"))
 

@@ -35,19 +35,16 @@ from train import (
 )
 
 
-def train(config, workdir, target=None):
+def train(config, workdir, target=None, stop=None):
     """Train as ``config`` says (see configs/) in ``workdir`` -> the final `Drafter`.
+
+    stop: a `signals.StopRequest`. Once it has come, the step is finished and saved, and SystemExit raised.
 
     Writes there: config.json, drafter.json (what `load_drafter` needs), metrics.jsonl (`train.metrics_log`),
     tensorboard/, checkpoints/, and profile/ where ``config.profile`` names steps. Prints a table at the end. Raises
-    ValueError if the directory holds a run with another config, and `signals.Stopped`, a SystemExit, after SIGTERM or
-    Ctrl-C: the step is finished and saved then. A second signal ends the process at once.
+    ValueError if the directory holds a run with another config.
     """
-    with signals.stop_requests() as stop:
-        return _train(config, pathlib.Path(workdir), target, stop)
-
-
-def _train(config, workdir, target, stop):
+    workdir, stop = pathlib.Path(workdir), stop or signals.StopRequest()
     workdir.mkdir(parents=True, exist_ok=True)
     run_config.claim(workdir, config)
     target = target or loading.load_target(config.target)
@@ -125,7 +122,7 @@ def _train(config, workdir, target, stop):
             total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05) as bar:
 
         def decode_held_out(done):
-            if held_out.is_due(config.evaluation, done, config.steps) and done not in log.held_out():
+            if held_out.is_due(config.evaluation, done, config.steps) and done not in log.held_out:
                 bar.set_postfix_str("decoding held-out prompts")
                 length = held_out.accepted_length(
                     target, drafter_lib.attach(model, params, target, draft_ids), prompts,
@@ -166,8 +163,8 @@ def _train(config, workdir, target, stop):
         run_checkpoints.save(manager, done, {"params": params, "opt_state": opt_state})
     manager.close()  # waits for what is being saved
     if stopped:
-        raise signals.Stopped(stopped, f"step {done} of {config.steps} is saved in {workdir}")
-    _report(log, len(prompts))
+        signals.leave(stopped, f"step {done} of {config.steps} is saved in {workdir}")
+    _report(workdir, len(prompts))
     return drafter_lib.attach(model, params, target, draft_ids)
 
 
@@ -176,11 +173,11 @@ def _updates(opt_state):
     return int(optax.tree.get_all_with_path(opt_state, "count")[0][1])
 
 
-def _report(log, prompts):
+def _report(workdir, prompts):
     if jax.process_index() == 0:
-        print(metrics_log.table(log.lines))
-        lengths = list(log.held_out().values())
-        if lengths:
+        lines = metrics_log.read(workdir)
+        print(metrics_log.table(lines))
+        if lengths := list(metrics_log.held_out(lines).values()):
             print(f"accepted length on {prompts} held-out prompts: {lengths[0]:.3f} before training, "
                   f"{lengths[-1]:.3f} after")
 
@@ -253,7 +250,6 @@ def _compute_features(target, sequences, taps, directory, stop):
         def progress(done, total):
             bar.update(done - bar.n)
             if stop.received:
-                raise signals.Stopped(stop.received, f"the target's features of {done} of {total} sequences are kept in "
-                                                     f"{directory}")
+                signals.leave(stop.received, f"the features of {done} of {total} sequences are kept in {directory}")
 
         return features.compute(target, sequences, taps, directory, progress=progress)

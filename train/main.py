@@ -11,7 +11,7 @@ devices may change from start to start; what is trained may not.
 from absl import flags
 from ml_collections import config_flags
 
-from train import command_line, loop
+from train import command_line, loop, signals
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config(); see configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics.jsonl, tensorboard.")
@@ -19,7 +19,8 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main():
-    loop.train(_CONFIG.value, _WORKDIR.value)
+    with signals.stop_requests() as stop:
+        loop.train(_CONFIG.value, _WORKDIR.value, stop=stop)
 
 
 if __name__ == "__main__":

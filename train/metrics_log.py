@@ -14,6 +14,7 @@ import tensorboardX
 
 from train import measure
 
+FILE = "metrics.jsonl"
 HELD_OUT = "held_out_accepted_length"
 LAST = 10  # logged steps that the table is the mean of
 FIGURES = {"loss": "loss", "accept_rate": "accept rate", "expected_accepted_length": "expected accepted length",
@@ -23,17 +24,18 @@ FIGURES = {"loss": "loss", "accept_rate": "accept rate", "expected_accepted_leng
 class MetricsLog:
     """The log of a run in ``workdir`` that goes on after ``start`` steps. Lines of steps that are run again are dropped.
 
-    ``lines``: the lines so far; also those of an earlier start of the run.
+    ``held_out``: {steps done: accepted length on held-out prompts} so far; also from an earlier start of the run.
     """
 
     def __init__(self, workdir, start):
-        self.path, self.board, self.file = workdir / "metrics.jsonl", None, None
-        self.lines = [line for line in _read(self.path) if line["step"] <= start]
+        lines = [line for line in read(workdir) if line["step"] <= start]
+        self.held_out, self.file, self.board = held_out(lines), None, None
         if jax.process_index() == 0:
-            scratch = self.path.with_suffix(".tmp")
-            scratch.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-            os.replace(scratch, self.path)
-            self.file = open(self.path, "a")
+            path = workdir / FILE
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            os.replace(scratch, path)
+            self.file = open(path, "a")
             self.board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
 
     def __enter__(self):
@@ -46,22 +48,25 @@ class MetricsLog:
 
     def write(self, step, values):
         """values: {name: a number or a list of numbers} after ``step`` steps."""
-        self.lines.append({"step": step, **values})
+        line = {"step": step, **values}
+        self.held_out |= held_out([line])
         if self.file is None:
             return
-        self.file.write(json.dumps(self.lines[-1]) + "\n")
+        self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         for name, value in values.items():
             for i, v in enumerate(value if isinstance(value, list) else [value]):
                 self.board.add_scalar(f"train/{name}@{i}" if isinstance(value, list) else f"train/{name}", v, step)
 
-    def held_out(self):
-        """{steps done: accepted length on held-out prompts}."""
-        return {line["step"]: line[HELD_OUT] for line in self.lines if HELD_OUT in line}
+
+def held_out(lines) -> dict:
+    """{steps done: accepted length on held-out prompts}."""
+    return {line["step"]: line[HELD_OUT] for line in lines if HELD_OUT in line}
 
 
-def _read(path):
-    lines = []
+def read(workdir) -> list[dict]:
+    """The lines of a run's log; none where it has none yet."""
+    path, lines = workdir / FILE, []
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
             line = json.loads(text)

@@ -18,16 +18,11 @@ from jax.experimental import multihost_utils
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Stopped(SystemExit):
-    """Raised by a run that has stopped on request: a program ends with code 0 after SIGTERM, with 130 after Ctrl-C.
-
-    Prints ``kept``, what the run will go on from, in the first process.
-    """
-
-    def __init__(self, received, kept):
-        if jax.process_index() == 0:
-            print(f"{received.name}: stopped; {kept}, and the same command goes on from there", flush=True)
-        super().__init__(130 if received == signal.SIGINT else 0)
+def leave(received, kept):
+    """Print ``kept``, what the run will go on from, in the first process, and exit: 0 after SIGTERM, 130 after Ctrl-C."""
+    if jax.process_index() == 0:
+        print(f"{received.name}: stopped; {kept}, and the same command goes on from there", flush=True)
+    raise SystemExit(130 if received == signal.SIGINT else 0)
 
 
 class StopRequest:
@@ -48,16 +43,16 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_requests():
-    """-> `StopRequest`, while signals are requests. Outside the main thread, which alone may set handlers, none comes."""
+    """-> `StopRequest`, while signals are requests. For programs: a notebook would lose its kernel to the second one.
+
+    Raises ValueError outside the main thread, which alone may set handlers.
+    """
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     watcher = threading.Thread(target=_watch, args=(reader, request), daemon=True)
-    watcher.start()
     descriptor = signal.set_wakeup_fd(writer.fileno())
+    watcher.start()
     handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     try:
         yield request
