@@ -3,6 +3,7 @@
 DSPARK_JAX_KILLS says how many times one run is killed; DSPARK_JAX_KILL_SEED makes other times of it.
 """
 
+import math
 import os
 import pathlib
 import random
@@ -121,16 +122,14 @@ def test_kills(uninterrupted, tmp_path):
     print(f"seed {SEED}")
     while len(kills) < KILLS:
         when, before = random_.choice(("starting", "stepping", "saving", "saving")), run.size()
-        left = set(run.saving())
+        until = time.monotonic() + random_.uniform(0, seconds) if when == "starting" else math.inf
         process = run.start()
-        if when == "starting":
-            until = time.monotonic() + random_.uniform(0, seconds)
-            wait_for(lambda until=until, before=before: time.monotonic() > until or run.size() not in (0, before), process)
-        elif when == "stepping":
-            wait_for(lambda before=before: run.size() not in (0, before), process)  # more, or cut to what was saved
+        # Once it trains, the log is longer, or was cut to what is saved, and what was left of killed saves is gone.
+        wait_for(lambda until=until, before=before: time.monotonic() > until or run.size() not in (0, before), process)
+        if when == "stepping":
             time.sleep(random_.expovariate(20))
-        else:
-            wait_for(lambda left=left: set(run.saving()) - left, process)
+        elif when == "saving":
+            wait_for(run.saving, process)
             time.sleep(random_.expovariate(100))
         process.kill()
         code, _, errors = end(process)
