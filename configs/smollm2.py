@@ -18,6 +18,10 @@ def get_config():
     config.init_from = config_dict.placeholder(str)  # a drafter or a run to go on from with fresh optimizer state
     config.steps = 1900
     config.checkpoint_every = 100
+    config.checkpoint_keep = 2  # the newest ones
+    config.checkpoint_keep_every = config_dict.placeholder(int)  # and all steps that are multiples of this
+    config.log_every = 1  # steps between lines of metrics.jsonl
+    config.profile = config_dict.placeholder(str)  # steps to profile into WORKDIR/profile: "10:15", or a number of them
 
     config.data = config_dict.ConfigDict()
     config.data.tokens = config_dict.placeholder(str)  # chat data (.jsonl) or tokens (.npz); None: what is shipped
@@ -29,6 +33,7 @@ def get_config():
     config.evaluation = config_dict.ConfigDict()
     config.evaluation.prompts = 8  # of each set, decoded before and after training; 0: none
     config.evaluation.max_new_tokens = 64
+    config.evaluation.every = 0  # steps between decoding them in the middle of training; 0: never
     config.evaluation.blocks_every = 100  # steps between logs of candidate and path metrics; 0: never
 
     config.features = config_dict.ConfigDict()

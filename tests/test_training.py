@@ -132,7 +132,7 @@ def test_another_config_in_the_same_directory_is_refused(run, tokens):
         loop.train(config, workdir, tiny_run.target())
     message = str(error.value)
     assert message.startswith(f"{workdir / 'config.json'}: this run was started with another config")
-    assert "seed" in message and "optimizer" in message and "\n" not in message
+    assert "optimizer.lr: 0.01 there, 0.02 now; seed: 3 there, 4 now" in message and "\n" not in message
     assert before == {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
 
 
@@ -201,6 +201,22 @@ def test_bad_training_config(tokens, tmp_path, section, field, value, message):
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "checkpoints").exists()  # so the mistake can be put right in the same directory
     assert field in ("rank", "transition_init") or not (tmp_path / "features").exists()  # before the long work
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("log_every", 0, "log_every: 0; must be at least 1"),
+    ("checkpoint_keep", 0, "checkpoint_keep: 0; must be at least 1"),
+    ("checkpoint_keep_every", 0, "checkpoint_keep_every: 0; must be at least 1"),
+    ("evaluation.every", -1, "evaluation.every: -1; must be at least 0"),
+    ("profile", "7:5", "profile: '7:5'; must be a number of steps"),
+])
+def test_bad_options_of_a_run(tokens, tmp_path, field, value, message):
+    config = tiny_run.config(tokens)
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(ValueError) as error:
+        loop.train(config, tmp_path, tiny_run.target())
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "features").exists()
 
 
 def test_bigram_start_without_tables(tokens, tmp_path):

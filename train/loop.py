@@ -6,15 +6,13 @@ the parameters it would have had.
 
 import dataclasses
 import functools
-import json
-import os
 import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorboardX
+import optax
 import tqdm
 from absl import logging
 
@@ -24,18 +22,32 @@ from dspark_jax.backbone import Attention, BackboneConfig
 from dspark_jax.checkpoints import run as run_checkpoints
 from dspark_jax.data import chat, sources
 from dspark_jax.data.documents import Documents
-from train import batches, bigram, block_evaluation, features, measure, objective
+from train import (
+    batches,
+    bigram,
+    block_evaluation,
+    features,
+    held_out,
+    metrics_log,
+    objective,
+    run_config,
+    signals,
+    step_trace,
+)
 
 
-def train(config, workdir, target=None):
+def train(config, workdir, target=None, stop=None):
     """Train as ``config`` says (see configs/) in ``workdir`` -> the final `Drafter`.
 
-    Writes there: config.json, drafter.json (what `load_drafter` needs), metrics.jsonl (one line a step), tensorboard/,
-    checkpoints/. Raises ValueError if the directory holds a run with another config.
+    stop: a `signals.StopRequest`. Once it has come, the step is finished and saved, and SystemExit raised.
+
+    Writes there: config.json, drafter.json (what `load_drafter` needs), metrics.jsonl (`train.metrics_log`),
+    tensorboard/, checkpoints/, and profile/ where ``config.profile`` names steps. Prints a table at the end. Raises
+    ValueError if the directory holds a run with another config.
     """
-    workdir = pathlib.Path(workdir)
+    workdir, stop = pathlib.Path(workdir), stop or signals.StopRequest()
     workdir.mkdir(parents=True, exist_ok=True)
-    _claim(workdir, config)
+    run_config.claim(workdir, config)
     target = target or loading.load_target(config.target)
     model = drafter_config(config.drafter, target.config)  # what is wrong with the config shows before the long work
     drafter_lib.check_fit(model, target.config)
@@ -43,7 +55,7 @@ def train(config, workdir, target=None):
     if not trained or not set(trained) <= set(objective.PARTS):
         raise ValueError(f"drafter.trained: {trained}; allowed: some of {', '.join(objective.PARTS)}")
     optimizer = objective.make_optimizer(config.optimizer, config.steps, trained)
-    prompts = _held_out_prompts(config.evaluation, target)
+    prompts = held_out.prompts(config.evaluation, target)
     if not 2 <= config.data.max_length <= target.config.max_position_embeddings:
         raise ValueError(f"data.max_length: {config.data.max_length}; must lie in "
                          f"[2, {target.config.max_position_embeddings}], the target's context")
@@ -51,13 +63,17 @@ def train(config, workdir, target=None):
     if row_length is not None and row_length < config.data.max_length:
         raise ValueError(f"data.row_length: {row_length}; must be at least data.max_length, {config.data.max_length}")
     loss = objective.loss_weights(config.loss)
-    for name, value in (("checkpoint_every", config.checkpoint_every), ("batch.anchors", config.batch.anchors),
+    for name, value in (("checkpoint_every", config.checkpoint_every), ("checkpoint_keep", config.checkpoint_keep),
+                        ("checkpoint_keep_every", config.checkpoint_keep_every), ("log_every", config.log_every),
+                        ("batch.anchors", config.batch.anchors),
                         ("batch.anchors_per_chunk", config.batch.anchors_per_chunk),
                         ("batch.micro_steps", config.batch.micro_steps)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: {value}; must be at least 1")
-    if config.evaluation.blocks_every < 0:
-        raise ValueError(f"evaluation.blocks_every: {config.evaluation.blocks_every}; must be at least 0")
+    for name in ("every", "blocks_every"):
+        if config.evaluation[name] < 0:
+            raise ValueError(f"evaluation.{name}: {config.evaluation[name]}; must be at least 0")
+    step_trace.StepTrace(config.profile, 0, workdir)
     if config.batch.sequences % config.batch.micro_steps:
         raise ValueError(f"batch.micro_steps: {config.batch.micro_steps}; must divide batch.sequences, "
                          f"{config.batch.sequences}")
@@ -76,7 +92,7 @@ def train(config, workdir, target=None):
     rows = None
     if config.features.cached:
         directory = pathlib.Path(config.features.directory or workdir / "features")
-        cached = _compute_features(target, sequences, taps, directory)
+        cached = _compute_features(target, sequences, taps, directory, stop)
         rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
 
     # ------------------------------------------------------------- drafter
@@ -96,9 +112,8 @@ def train(config, workdir, target=None):
         micro_steps=config.batch.micro_steps, online=online, trained=trained), donate_argnums=(0, 1))
     evaluate = jax.jit(block_evaluation.make_evaluation(
         model, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk, online=online))
-    manager = run_checkpoints.open_manager(workdir)
-    fresh = jax.tree.map(jnp.copy, params)  # the step donates what it is given; the evaluation wants the start again
-    start, state = run_checkpoints.restore(manager, {"params": fresh, "opt_state": optimizer.init(params)})
+    manager = run_checkpoints.open_manager(workdir, config.checkpoint_keep, config.checkpoint_keep_every)
+    start, state = run_checkpoints.restore(manager, {"params": params, "opt_state": optimizer.init(params)})
     params, opt_state = state["params"], state["opt_state"]
     if start:
         logging.info("resuming from step %d", start)
@@ -106,31 +121,55 @@ def train(config, workdir, target=None):
 
     # ---------------------------------------------------------------- loop
     positions = config.batch.sequences * config.batch.anchors * model.block_length
-    with _Metrics(workdir, start) as metrics, tqdm.tqdm(
+    trace = step_trace.StepTrace(config.profile, start, workdir / "profile")
+    with metrics_log.MetricsLog(workdir, start) as log, tqdm.tqdm(
             total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05) as bar:
-        for step in range(start, config.steps):
-            began = time.monotonic()
+
+        def decode_held_out(done):
+            if held_out.is_due(config.evaluation, done, config.steps) and done not in log.held_out:
+                bar.set_postfix_str("decoding held-out prompts")
+                length = held_out.accepted_length(
+                    target, drafter_lib.attach(model, params, target, draft_ids), prompts,
+                    config.evaluation.max_new_tokens, stop)
+                if length is not None:
+                    log.write(done, {metrics_log.HELD_OUT: round(length, 6)})
+
+        done = start
+        decode_held_out(done)
+        since, began = done, time.monotonic()
+        while not (stopped := stop.agreed()) and done < config.steps:
+            step, done = done, done + 1
             chosen = choose(lengths, weights, config.batch.sequences, seed=config.seed, step=step)
             batch = batches.assemble(data, rows, chosen, row_length or config.data.max_length, config.data.max_length)
             batch = {name: jnp.asarray(array) for name, array in batch.items() if array is not None}
             step_key, evaluated = jax.random.fold_in(key, step), {}
+            trace.before(step)
             if config.evaluation.blocks_every and step % config.evaluation.blocks_every == 0:
                 evaluated = evaluate(params, frozen, batch, step_key)  # the blocks of this step, not trained on yet
             params, opt_state, out = step_fn(params, opt_state, frozen, batch, step_key, step)
-            out = {name: np.asarray(value).round(6).tolist() for name, value in (evaluated | out).items()}
-            out["positions_per_second"] = round(positions / (time.monotonic() - began), 1)
-            metrics.write(step + 1, out)
-            bar.set_postfix_str(f"loss {out['loss']:.3f}, accepted length {out['expected_accepted_length']:.3f}, "
-                                f"{out['positions_per_second']:.0f} positions/s", refresh=False)
+            trace.after(step, out)
+            if done % config.log_every == 0 or done == config.steps or evaluated:
+                out = {name: np.asarray(value).round(6).tolist() for name, value in (evaluated | out).items()}
+                out["skipped"] = done - _updates(opt_state)
+                out["positions_per_second"] = round(positions * (done - since) / (time.monotonic() - began), 1)
+                log.write(done, out)
+                bar.set_postfix_str(f"loss {out['loss']:.3f}, accepted length {out['expected_accepted_length']:.3f}, "
+                                    f"{out['positions_per_second']:.0f} positions/s", refresh=False)
+                since, began = done, time.monotonic()
             bar.update()
-            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-                run_checkpoints.save(manager, step + 1, {"params": params, "opt_state": opt_state})
-    manager.wait_until_finished()
-    manager.close()
-    trained = drafter_lib.attach(model, params, target, draft_ids)
-    if prompts:
-        _report_gain(config.evaluation, target, prompts, drafter, trained)
-    return trained
+            if done % config.checkpoint_every == 0 or done == config.steps:
+                run_checkpoints.save(manager, done, {"params": params, "opt_state": opt_state})
+            if held_out.is_due(config.evaluation, done, config.steps):
+                decode_held_out(done)
+                since, began = done, time.monotonic()
+    trace.close()
+    if stopped:
+        run_checkpoints.save(manager, done, {"params": params, "opt_state": opt_state})
+    manager.close()  # waits for what is being saved
+    if stopped:
+        signals.leave(stopped, f"step {done} of {config.steps} is saved in {workdir}")
+    _report(workdir, len(prompts))
+    return drafter_lib.attach(model, params, target, draft_ids)
 
 
 def _read_documents(file, options, target):
@@ -150,20 +189,18 @@ def _read_documents(file, options, target):
     return data
 
 
-def _held_out_prompts(options, target):
-    """``options.prompts`` token lists of each evaluation set."""
-    if options.prompts and target.tokenizer is None:
-        raise ValueError("evaluation.prompts: this target has no tokenizer; only 0 is allowed")
-    return [target.tokenizer.chat(prompt.messages) for name in sources.EVALUATION_SOURCES
-            for prompt in (sources.evaluation_prompts(name, options.prompts) if options.prompts else ())]
+def _updates(opt_state):
+    """Steps that changed the parameters: one whose batch has nothing supervised leaves the optimizer as it was."""
+    return int(optax.tree.get_all_with_path(opt_state, "count")[0][1])
 
 
-def _report_gain(options, target, prompts, before, after):
-    """Print the accepted length of both drafters on held-out prompts, greedily decoded."""
-    lengths = [measure.evaluate(target, drafter, prompts, max_new_tokens=options.max_new_tokens, plain=False,
-                                description=what).accepted_length
-               for what, drafter in (("before training", before), ("after training", after))]
-    print(f"accepted length on {len(prompts)} held-out prompts: {lengths[0]:.3f} before training, {lengths[1]:.3f} after")
+def _report(workdir, prompts):
+    if jax.process_index() == 0:
+        lines = metrics_log.read(workdir)
+        print(metrics_log.table(lines))
+        if lengths := list(metrics_log.held_out(lines).values()):
+            print(f"accepted length on {prompts} held-out prompts: {lengths[0]:.3f} before training, "
+                  f"{lengths[-1]:.3f} after")
 
 
 def drafter_config(options, target):
@@ -227,59 +264,12 @@ def inverse(draft_ids, vocab_size):
     return jnp.asarray(table)
 
 
-def _compute_features(target, sequences, taps, directory):
+def _compute_features(target, sequences, taps, directory, stop):
     with tqdm.tqdm(total=len(sequences), desc="target features", unit="seq", dynamic_ncols=True) as bar:
-        return features.compute(target, sequences, taps, directory,
-                                progress=lambda done, _: bar.update(done - bar.n))
 
+        def progress(done, total):
+            bar.update(done - bar.n)
+            if stop.received:
+                signals.leave(stop.received, f"the features of {done} of {total} sequences are kept in {directory}")
 
-def _claim(workdir, config):
-    """A directory belongs to one config: training on with another one would silently mix two runs."""
-    file, text = workdir / "config.json", config.to_json(indent=2, sort_keys=True)
-    if file.exists() and (workdir / "checkpoints").exists():  # without, a mistake in the first config can be put right
-        try:
-            old, new = json.loads(file.read_bytes()), json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{file}: not JSON ({error}); choose another --workdir or delete this one") from error
-        if old != new:
-            changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
-            raise ValueError(f"{file}: this run was started with another config ({', '.join(changed)} differ); "
-                             "choose another --workdir or give the same config")
-        return
-    scratch = file.with_suffix(".tmp")
-    scratch.write_text(text)
-    os.replace(scratch, file)  # a run that is killed right here must not leave half a file
-
-
-class _Metrics:
-    """metrics.jsonl, one JSON line a step, and TensorBoard. Lines of steps that are run again are dropped first."""
-
-    def __init__(self, workdir, start):
-        self.path = workdir / "metrics.jsonl"
-        kept = []
-        if self.path.exists():
-            for line in self.path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= start:
-                        kept.append(line)
-                except (json.JSONDecodeError, KeyError):
-                    pass  # the last line of a killed run can be cut off
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text("".join(line + "\n" for line in kept))
-        os.replace(scratch, self.path)
-        self.board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
-
-    def __enter__(self):
-        self.file = open(self.path, "a")
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-        self.board.close()
-
-    def write(self, step, values):
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
-        self.file.flush()
-        for name, value in values.items():
-            for i, v in enumerate(value if isinstance(value, list) else [value]):
-                self.board.add_scalar(f"train/{name}@{i}" if isinstance(value, list) else f"train/{name}", v, step)
+        return features.compute(target, sequences, taps, directory, progress=progress)
