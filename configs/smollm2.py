@@ -10,14 +10,20 @@ from a shorter one: its README has both commands.
 
 from ml_collections import config_dict
 
+from configs import targets
+
 
 def get_config():
     config = config_dict.ConfigDict()
     config.target = "smollm2-135m-instruct"
+    config.target_sizes = targets.smollm2_135m()  # for train.compile, which has no weights
     config.seed = 0
     config.init_from = config_dict.placeholder(str)  # a drafter or a run to go on from with fresh optimizer state
     config.steps = 1900
     config.checkpoint_every = 100
+
+    config.mesh = config_dict.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})  # devices along each axis; -1: all others
+    config.compute_dtype = "float32"  # of forward and backward; parameters and optimizer state are float32 in any case
 
     config.data = config_dict.ConfigDict()
     config.data.tokens = config_dict.placeholder(str)  # None: the token file that ships with the package

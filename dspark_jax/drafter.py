@@ -5,7 +5,6 @@ D model width, R transition rank, M candidates per position.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,9 @@ from dspark_jax import anchors as anchors_lib
 from dspark_jax import layers
 from dspark_jax import transitions
 from dspark_jax.backbone import Backbone, BackboneConfig
+from dspark_jax.candidates import top_candidates
 from dspark_jax.confidence import confidence_logits
-from dspark_jax.lattice import lattice_draft
+from dspark_jax.lattice import draft_among
 from dspark_jax.sequential import sequential_draft
 from dspark_jax.union import successor_table, union_draft
 from dspark_jax.verification import SparseDraft
@@ -236,12 +236,13 @@ def block_hidden(config, params, embedding, context, anchors, starts):
 
 
 def propose(config, params, embedding, head_rows, draft_to_target, context, anchors, starts, keys, temperature,
-            execution, candidates, successors=None):
+            execution, candidates, successors=None, choose=top_candidates):
     """Draft T tokens behind each anchor.
 
     embedding [V, D], head_rows [Vd, D], draft_to_target int [Vd] or None, context: cache of key/value pairs
     [B, K, S, C] whose positions before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B];
-    temperature scalar or [B]. successors int [V, K] or None: a table that lattice execution adds candidates from.
+    temperature scalar or [B]. successors int [V, K] or None: a table that lattice execution adds candidates from; without
+    one, ``choose`` finds the candidates of logits [B, T, Vd] (`dspark_jax.candidates`).
     """
     temperature = jnp.broadcast_to(temperature, anchors.shape)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
@@ -249,12 +250,16 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     with jax.named_scope("draft_head"):
         logits = base_logits(config, head_rows, hidden)
     if execution == "lattice":
-        lattice = lattice_draft if successors is None else functools.partial(union_draft, successors=successors)
         with jax.named_scope("lattice"):
-            tokens, ids, probabilities = jax.vmap(
-                lambda u, h, a, k, t: lattice(
-                    transition, table, u, h, a, k, t, candidates, draft_to_target=draft_to_target)
-            )(logits, hidden, anchors, keys, temperature)
+            if successors is None:
+                tokens, ids, probabilities = jax.vmap(
+                    lambda c, u, h, a, k, t: draft_among(transition, table, c, u, h, a, k, t, draft_to_target)
+                )(*choose(logits, candidates), hidden, anchors, keys, temperature)
+            else:
+                tokens, ids, probabilities = jax.vmap(
+                    lambda u, h, a, k, t: union_draft(
+                        transition, table, u, h, a, k, t, candidates, successors, draft_to_target=draft_to_target)
+                )(logits, hidden, anchors, keys, temperature)
         q = SparseDraft(ids, probabilities)
     else:
         with jax.named_scope("sequential"):

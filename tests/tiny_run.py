@@ -36,7 +36,7 @@ def write_tokens(path, conversations=24):
 def config(tokens):
     """Every field of configs/, at sizes that train in seconds; written out, so that recipes can change without it."""
     sections = {
-        "target": "tests/tiny_run.py", "seed": 3, "steps": STEPS, "checkpoint_every": 5, "init_from": None,
+        "target": "tests/tiny_run.py", "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "compute_dtype": "float32", "seed": 3, "steps": STEPS, "checkpoint_every": 5, "init_from": None,
         "data": {"tokens": str(tokens), "conversations": None, "max_length": 40, "source_weights": {"gsm8k": 3.0}},
         "features": {"cached": True, "directory": None},
         "drafter": {

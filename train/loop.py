@@ -4,6 +4,7 @@ Everything random is a function of (seed, step), so a run that was killed goes o
 the parameters it would have had.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,12 +19,12 @@ import tqdm
 from absl import logging
 
 from dspark_jax import drafter as drafter_lib
-from dspark_jax import loading
+from dspark_jax import loading, sharding
 from dspark_jax.backbone import Attention, BackboneConfig
 from dspark_jax.checkpoints import run as run_checkpoints
 from dspark_jax.data import sources
 from dspark_jax.data.conversations import OnPolicyTokens
-from train import batches, bigram, block_evaluation, features, measure, objective
+from train import batches, bigram, features, measure, programs
 
 
 def train(config, workdir, target=None):
@@ -34,16 +35,17 @@ def train(config, workdir, target=None):
     """
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    _claim(workdir, config)
-    target = target or loading.load_target(config.target)
+    mesh, writes = sharding.make_mesh(config.get("mesh", {})), jax.process_index() == 0
+    if writes:
+        _claim(workdir, config)
+    with _whole_arrays(mesh):
+        target = target or loading.load_target(config.target)
     model = drafter_config(config.drafter, target.config)  # what is wrong with the config shows before the long work
     drafter_lib.check_fit(model, target.config)
-    optimizer = objective.make_optimizer(config.optimizer, config.steps)
     prompts = _held_out_prompts(config.evaluation, target)
     if not 2 <= config.data.max_length <= target.config.max_position_embeddings:
         raise ValueError(f"data.max_length: {config.data.max_length}; must lie in "
                          f"[2, {target.config.max_position_embeddings}], the target's context")
-    loss = objective.loss_weights(config.loss)
     for name, value in (("checkpoint_every", config.checkpoint_every), ("batch.anchors", config.batch.anchors),
                         ("batch.anchors_per_chunk", config.batch.anchors_per_chunk),
                         ("batch.micro_steps", config.batch.micro_steps)):
@@ -51,9 +53,9 @@ def train(config, workdir, target=None):
             raise ValueError(f"{name}: {value}; must be at least 1")
     if config.evaluation.blocks_every < 0:
         raise ValueError(f"evaluation.blocks_every: {config.evaluation.blocks_every}; must be at least 0")
-    if config.batch.sequences % config.batch.micro_steps:
-        raise ValueError(f"batch.micro_steps: {config.batch.micro_steps}; must divide batch.sequences, "
-                         f"{config.batch.sequences}")
+    if config.evaluation.prompts and jax.process_count() > 1:
+        raise ValueError(f"evaluation.prompts: {config.evaluation.prompts}; only 0 is allowed with several processes")
+    program = programs.build(config, model, target.config, mesh)
 
     # ---------------------------------------------------------------- data
     token_file = config.data.tokens or sources.SHIPPED_TOKENS
@@ -72,50 +74,49 @@ def train(config, workdir, target=None):
     rows = None
     if config.features.cached:
         directory = pathlib.Path(config.features.directory or workdir / "features")
-        cached = _compute_features(target, sequences, taps, directory)
+        with sharding.first_process_first():
+            cached = _compute_features(target, sequences, taps, directory)
         rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
 
     # ------------------------------------------------------------- drafter
-    drafter = starting_drafter(config, model, target, data, sequences)
-    params, draft_ids = drafter.params, drafter.draft_to_target
-    loading.write_run_file(workdir, model, draft_ids)
+    with _whole_arrays(mesh):
+        drafter = starting_drafter(config, model, target, data, sequences)
+    draft_ids = drafter.draft_to_target
+    if writes:
+        loading.write_run_file(workdir, model, draft_ids)
     frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows, "draft_to_target": draft_ids,
               "target_head": None if draft_ids is None else target.head_rows(),
               "target_to_draft": inverse(draft_ids, target.config.vocab_size)}
-    online = None
     if not config.features.cached:
-        online, frozen["target"] = (target.config, taps), target.params
+        frozen["target"] = target.params
 
-    # -------------------------------------------------------------- update
-    step_fn = jax.jit(objective.make_step(
-        model, loss, optimizer, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk,
-        micro_steps=config.batch.micro_steps, online=online), donate_argnums=(0, 1))
-    evaluate = jax.jit(block_evaluation.make_evaluation(
-        model, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk, online=online))
+    # ------------------------------------------------------------ sharding
+    frozen = sharding.place(frozen, sharding.shardings(mesh, frozen), programs.compute_dtype(config))
+    params = sharding.place(drafter.params, sharding.shardings(mesh, drafter.params))
+    rows_here = sharding.own_rows(mesh, config.batch.sequences)
     manager = run_checkpoints.open_manager(workdir)
-    fresh = jax.tree.map(jnp.copy, params)  # the step donates what it is given; the evaluation wants the start again
-    start, state = run_checkpoints.restore(manager, {"params": fresh, "opt_state": optimizer.init(params)})
+    start, state = run_checkpoints.restore(manager, {"params": params, "opt_state": program.start(params)})
     params, opt_state = state["params"], state["opt_state"]
     if start:
         logging.info("resuming from step %d", start)
-    key = jax.random.key(config.seed)
 
     # ---------------------------------------------------------------- loop
     positions = config.batch.sequences * config.batch.anchors * model.block_length
-    with _Metrics(workdir, start) as metrics, tqdm.tqdm(
-            total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05) as bar:
+    with _Metrics(workdir, start) if writes else contextlib.nullcontext() as metrics, tqdm.tqdm(
+            total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05, disable=not writes) as bar:
         for step in range(start, config.steps):
             began = time.monotonic()
             chosen = batches.choose(lengths, weights, config.batch.sequences, config.seed, step)
-            batch = batches.assemble(sequences, data.prompt_len, rows, chosen, config.data.max_length)
-            batch = {name: jnp.asarray(array) for name, array in batch.items() if array is not None}
-            step_key, evaluated = jax.random.fold_in(key, step), {}
+            batch = batches.assemble(sequences, data.prompt_len, rows, chosen[rows_here], config.data.max_length)
+            batch = sharding.assemble(mesh, batch, len(chosen))
+            evaluated = {}
             if config.evaluation.blocks_every and step % config.evaluation.blocks_every == 0:
-                evaluated = evaluate(params, frozen, batch, step_key)  # the blocks of this step, not trained on yet
-            params, opt_state, out = step_fn(params, opt_state, frozen, batch, step_key, step)
+                evaluated = program.evaluate(params, frozen, batch, step)  # the blocks of this step, not trained on yet
+            params, opt_state, out = program.step(params, opt_state, frozen, batch, step)
             out = {name: np.asarray(value).round(6).tolist() for name, value in (evaluated | out).items()}
             out["positions_per_second"] = round(positions / (time.monotonic() - began), 1)
-            metrics.write(step + 1, out)
+            if writes:
+                metrics.write(step + 1, out)
             bar.set_postfix_str(f"loss {out['loss']:.3f}, accepted length {out['expected_accepted_length']:.3f}, "
                                 f"{out['positions_per_second']:.0f} positions/s", refresh=False)
             bar.update()
@@ -123,10 +124,16 @@ def train(config, workdir, target=None):
                 run_checkpoints.save(manager, step + 1, {"params": params, "opt_state": opt_state})
     manager.wait_until_finished()
     manager.close()
-    trained = drafter_lib.attach(model, params, target, draft_ids)
+    trained = drafter_lib.attach(model, sharding.whole(params), target, draft_ids)
     if prompts:
         _report_gain(config.evaluation, target, prompts, drafter, trained)
     return trained
+
+
+def _whole_arrays(mesh):
+    """Where arrays are made before they are spread over a mesh: in host memory where it has several devices, none of
+    which needs to have room for a whole target."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0] if mesh.size > 1 else None)
 
 
 def _held_out_prompts(options, target):
@@ -221,8 +228,8 @@ def _claim(workdir, config):
             old, new = json.loads(file.read_bytes()), json.loads(text)
         except ValueError as error:
             raise ValueError(f"{file}: not JSON ({error}); choose another --workdir or delete this one") from error
-        if old != new:
-            changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
+        changed = sorted(k for k in {*old, *new} - {"mesh"} if old.get(k) != new.get(k))  # it can go on on other devices
+        if changed:
             raise ValueError(f"{file}: this run was started with another config ({', '.join(changed)} differ); "
                              "choose another --workdir or give the same config")
         return
