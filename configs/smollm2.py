@@ -10,10 +10,13 @@ from a shorter one: its README has both commands.
 
 from ml_collections import config_dict
 
+from configs import targets
+
 
 def get_config():
     config = config_dict.ConfigDict()
     config.target = "smollm2-135m-instruct"
+    config.target_sizes = targets.smollm2_135m()  # for train.compile, which has no weights
     config.seed = 0
     config.init_from = config_dict.placeholder(str)  # a drafter or a run to go on from with fresh optimizer state
     config.steps = 1900
@@ -22,6 +25,9 @@ def get_config():
     config.checkpoint_keep_every = config_dict.placeholder(int)  # and all steps that are multiples of this
     config.log_every = 1  # steps between lines of metrics.jsonl
     config.profile = config_dict.placeholder(str)  # steps to profile into WORKDIR/profile: "10:15", or a number of them
+
+    config.mesh = config_dict.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})  # devices along each axis; -1: all others
+    config.compute_dtype = "float32"  # of forward and backward; parameters and optimizer state are float32 in any case
 
     config.data = config_dict.ConfigDict()
     config.data.tokens = config_dict.placeholder(str)  # chat data (.jsonl) or tokens (.npz); None: what is shipped

@@ -90,17 +90,33 @@ def sharded_candidates(logits: jax.Array, M: int, axis: str) -> tuple[jax.Array,
     return jnp.take_along_axis(ids, place, axis=-1), scores
 
 
-def over_mesh(mesh: jax.sharding.Mesh, axis: str, batch: str | None = None) -> Choice:
+def over_mesh(mesh: jax.sharding.Mesh, axis: str, batch: str | tuple[str, ...] | None = None) -> Choice:
     """`sharded_candidates` as a function of whole logits, their last axis laid out over ``axis`` of ``mesh``.
 
-    V must be a multiple of that axis's size. A first axis laid out over another axis of the mesh, ``batch``, stays there.
+    V must be a multiple of that axis's size. batch: what the first axis is laid out over, None for nothing. A batch that
+    is mapped stays where it is laid out under ``jax.vmap(..., spmd_axis_name=those axes)``. The scores can be
+    differentiated.
     """
 
     def choose(logits, M):
         laid = jax.P(*([batch] + [None] * logits.ndim)[:logits.ndim - 1], axis)
         # The candidates are the same on every shard, which is more than the checker of varying axes can see.
-        return jax.shard_map(
-            lambda x: sharded_candidates(x, M, axis), mesh=mesh, in_specs=laid, out_specs=jax.P(batch),
-            check_vma=False)(logits)
+        return jax.shard_map(lambda x: sharded_candidates(x, M, axis), mesh=mesh, in_specs=laid,
+                             out_specs=jax.P(batch), check_vma=False)(logits)
 
     return choose
+
+
+def scores_at(mesh: jax.sharding.Mesh, axis: str, batch: tuple[str, ...] | None, logits: jax.Array,
+              ids: jax.Array) -> jax.Array:
+    """logits[..., ids], [..., V] and int [..., M] -> [..., M], of logits laid out as in `over_mesh`.
+
+    Each shard looks up the ids that it holds, and the others' are added: M numbers travel.
+    """
+    def look_up(x, ids):
+        here = ids - x.shape[-1] * jax.lax.axis_index(axis)
+        found = jnp.take_along_axis(x, jnp.clip(here, 0, x.shape[-1] - 1), axis=-1)
+        return jax.lax.psum(jnp.where((here >= 0) & (here < x.shape[-1]), found, 0), axis)
+
+    laid = jax.P(batch, *[None] * (logits.ndim - 2), axis)
+    return jax.shard_map(look_up, mesh=mesh, in_specs=(laid, jax.P(batch)), out_specs=jax.P(batch))(logits, ids)

@@ -79,7 +79,7 @@ def rotate(x, positions, theta, scaling=None):
 
 def apart(x):
     """x; on a CPU behind a barrier, where XLA would fold transpositions into products that are then several times slower."""
-    return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
+    return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def attend(query, key, value, visible):

@@ -17,7 +17,7 @@ import tqdm
 from absl import logging
 
 from dspark_jax import drafter as drafter_lib
-from dspark_jax import loading
+from dspark_jax import loading, sharding
 from dspark_jax.backbone import Attention, BackboneConfig
 from dspark_jax.checkpoints import run as run_checkpoints
 from dspark_jax.data import chat, sources
@@ -25,11 +25,10 @@ from dspark_jax.data.documents import Documents
 from train import (
     batches,
     bigram,
-    block_evaluation,
     features,
     held_out,
     metrics_log,
-    objective,
+    programs,
     run_config,
     signals,
     step_trace,
@@ -47,14 +46,12 @@ def train(config, workdir, target=None, stop=None):
     """
     workdir, stop = pathlib.Path(workdir), stop or signals.StopRequest()
     workdir.mkdir(parents=True, exist_ok=True)
+    mesh, writes = sharding.make_mesh(config.get("mesh", {})), jax.process_index() == 0
     run_config.claim(workdir, config)
-    target = target or loading.load_target(config.target)
+    with _whole_arrays(mesh):
+        target = target or loading.load_target(config.target)
     model = drafter_config(config.drafter, target.config)  # what is wrong with the config shows before the long work
     drafter_lib.check_fit(model, target.config)
-    trained = tuple(config.drafter.get("trained", objective.PARTS))
-    if not trained or not set(trained) <= set(objective.PARTS):
-        raise ValueError(f"drafter.trained: {trained}; allowed: some of {', '.join(objective.PARTS)}")
-    optimizer = objective.make_optimizer(config.optimizer, config.steps, trained)
     prompts = held_out.prompts(config.evaluation, target)
     if not 2 <= config.data.max_length <= target.config.max_position_embeddings:
         raise ValueError(f"data.max_length: {config.data.max_length}; must lie in "
@@ -62,7 +59,6 @@ def train(config, workdir, target=None, stop=None):
     row_length = config.data.get("row_length")
     if row_length is not None and row_length < config.data.max_length:
         raise ValueError(f"data.row_length: {row_length}; must be at least data.max_length, {config.data.max_length}")
-    loss = objective.loss_weights(config.loss)
     for name, value in (("checkpoint_every", config.checkpoint_every), ("checkpoint_keep", config.checkpoint_keep),
                         ("checkpoint_keep_every", config.checkpoint_keep_every), ("log_every", config.log_every),
                         ("batch.anchors", config.batch.anchors),
@@ -74,9 +70,9 @@ def train(config, workdir, target=None, stop=None):
         if config.evaluation[name] < 0:
             raise ValueError(f"evaluation.{name}: {config.evaluation[name]}; must be at least 0")
     step_trace.StepTrace(config.profile, 0, workdir)
-    if config.batch.sequences % config.batch.micro_steps:
-        raise ValueError(f"batch.micro_steps: {config.batch.micro_steps}; must divide batch.sequences, "
-                         f"{config.batch.sequences}")
+    if config.evaluation.prompts and jax.process_count() > 1:
+        raise ValueError(f"evaluation.prompts: {config.evaluation.prompts}; only 0 is allowed with several processes")
+    program = programs.build(config, model, target.config, mesh)
 
     # ---------------------------------------------------------------- data
     token_file = config.data.tokens or sources.SHIPPED_TOKENS
@@ -92,44 +88,43 @@ def train(config, workdir, target=None, stop=None):
     rows = None
     if config.features.cached:
         directory = pathlib.Path(config.features.directory or workdir / "features")
-        cached = _compute_features(target, sequences, taps, directory, stop)
+        with sharding.first_process_first():
+            cached = _compute_features(target, sequences, taps, directory, stop)
         rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
 
     # ------------------------------------------------------------- drafter
-    drafter = starting_drafter(config, model, target, data, sequences)
-    params, draft_ids = drafter.params, drafter.draft_to_target
-    loading.write_run_file(workdir, model, draft_ids)
+    with _whole_arrays(mesh):
+        drafter = starting_drafter(config, model, target, data, sequences)
+    draft_ids = drafter.draft_to_target
+    if writes:
+        loading.write_run_file(workdir, model, draft_ids)
     frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows, "draft_to_target": draft_ids,
               "target_head": None if draft_ids is None else target.head_rows(),
               "target_to_draft": inverse(draft_ids, target.config.vocab_size)}
-    online = None
     if not config.features.cached:
-        online, frozen["target"] = (target.config, taps), target.params
+        frozen["target"] = target.params
 
-    # -------------------------------------------------------------- update
-    step_fn = jax.jit(objective.make_step(
-        model, loss, optimizer, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk,
-        micro_steps=config.batch.micro_steps, online=online, trained=trained), donate_argnums=(0, 1))
-    evaluate = jax.jit(block_evaluation.make_evaluation(
-        model, anchors=config.batch.anchors, anchors_per_chunk=config.batch.anchors_per_chunk, online=online))
+    # ------------------------------------------------------------ sharding
+    frozen = sharding.place(frozen, sharding.shardings(mesh, frozen), programs.compute_dtype(config))
+    params = sharding.place(drafter.params, sharding.shardings(mesh, drafter.params))
+    rows_here = sharding.own_rows(mesh, config.batch.sequences)
     manager = run_checkpoints.open_manager(workdir, config.checkpoint_keep, config.checkpoint_keep_every)
-    start, state = run_checkpoints.restore(manager, {"params": params, "opt_state": optimizer.init(params)})
+    start, state = run_checkpoints.restore(manager, {"params": params, "opt_state": program.start(params)})
     params, opt_state = state["params"], state["opt_state"]
     if start:
         logging.info("resuming from step %d", start)
-    key = jax.random.key(config.seed)
 
     # ---------------------------------------------------------------- loop
     positions = config.batch.sequences * config.batch.anchors * model.block_length
     trace = step_trace.StepTrace(config.profile, start, workdir / "profile")
     with metrics_log.MetricsLog(workdir, start) as log, tqdm.tqdm(
-            total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05) as bar:
+            total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05, disable=not writes) as bar:
 
         def decode_held_out(done):
             if held_out.is_due(config.evaluation, done, config.steps) and done not in log.held_out:
                 bar.set_postfix_str("decoding held-out prompts")
                 length = held_out.accepted_length(
-                    target, drafter_lib.attach(model, params, target, draft_ids), prompts,
+                    target, drafter_lib.attach(model, sharding.whole(params), target, draft_ids), prompts,
                     config.evaluation.max_new_tokens, stop)
                 if length is not None:
                     log.write(done, {metrics_log.HELD_OUT: round(length, 6)})
@@ -140,13 +135,14 @@ def train(config, workdir, target=None, stop=None):
         while not (stopped := stop.agreed()) and done < config.steps:
             step, done = done, done + 1
             chosen = choose(lengths, weights, config.batch.sequences, seed=config.seed, step=step)
-            batch = batches.assemble(data, rows, chosen, row_length or config.data.max_length, config.data.max_length)
-            batch = {name: jnp.asarray(array) for name, array in batch.items() if array is not None}
-            step_key, evaluated = jax.random.fold_in(key, step), {}
+            here = [chosen[i] for i in rows_here]
+            batch = batches.assemble(data, rows, here, row_length or config.data.max_length, config.data.max_length)
+            batch = {name: array for name, array in batch.items() if array is not None}
+            batch, evaluated = sharding.assemble(mesh, batch, len(chosen)), {}
             trace.before(step)
             if config.evaluation.blocks_every and step % config.evaluation.blocks_every == 0:
-                evaluated = evaluate(params, frozen, batch, step_key)  # the blocks of this step, not trained on yet
-            params, opt_state, out = step_fn(params, opt_state, frozen, batch, step_key, step)
+                evaluated = program.evaluate(params, frozen, batch, step)  # the blocks of this step, not trained on yet
+            params, opt_state, out = program.step(params, opt_state, frozen, batch, step)
             trace.after(step, out)
             if done % config.log_every == 0 or done == config.steps or evaluated:
                 out = {name: np.asarray(value).round(6).tolist() for name, value in (evaluated | out).items()}
@@ -169,7 +165,13 @@ def train(config, workdir, target=None, stop=None):
     if stopped:
         signals.leave(stopped, f"step {done} of {config.steps} is saved in {workdir}")
     _report(workdir, len(prompts))
-    return drafter_lib.attach(model, params, target, draft_ids)
+    return drafter_lib.attach(model, sharding.whole(params), target, draft_ids)
+
+
+def _whole_arrays(mesh):
+    """Where arrays are made before they are spread over a mesh: in host memory where it has several devices, none of
+    which needs to have room for a whole target."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0] if mesh.size > 1 else None)
 
 
 def _read_documents(file, options, target):
@@ -179,7 +181,8 @@ def _read_documents(file, options, target):
         data, report = chat.read_documents(
             file, target.tokenizer, vocab_size, options.max_length, count,
             progress=functools.partial(tqdm.tqdm, desc="chat data", unit="row", dynamic_ncols=True))
-        print(report)
+        if jax.process_index() == 0:
+            print(report)
         return data
     data = Documents.load(file)
     data = data if count is None else data.first(count)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from dspark_jax import anchors as anchors_lib
-from dspark_jax import chunks, divergences, layers, losses, packing, sampling, transitions
+from dspark_jax import candidates, chunks, divergences, layers, losses, packing, sharding, transitions
 from dspark_jax.drafter import base_logits, block_confidence, training_hidden
 from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominators
 from train import features as features_lib
@@ -93,7 +93,7 @@ def _supervised(batch):
 def head_inputs(config, weights, params, frozen, batch, blocks):
     """What the heads and the loss of `sum_in_chunks` work on: (shared, rows, fixed, fixed_rows)."""
     width, predecessors = config.backbone.hidden_size, blocks["predecessors"]
-    features = batch["features"].astype(jnp.float32)
+    features = batch["features"].astype(params["backbone"]["fc"]["weight"].dtype)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
     hidden = training_hidden(config, params, frozen["embedding"], features[..., :-width], batch["tokens"],
                              blocks["anchors"], blocks["keep"], batch.get("documents"))
@@ -123,15 +123,16 @@ def laws(config, shared, rows, fixed, fixed_rows):
     return base, logits, target_logits, log_normalizer
 
 
-def chunk_loss(config, weights, shared, rows, fixed, fixed_rows):
-    """The loss and the terms of some anchors, for `sum_in_chunks`. ``fixed`` also has "weights" and "denominators"."""
+def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidates.top_candidates):
+    """The loss and the terms of some anchors, for `sum_in_chunks`. ``fixed`` also has "weights" and "denominators";
+    choose: what finds the candidates of base logits (`dspark_jax.candidates.Choice`)."""
     base, logits, target_logits, log_normalizer = laws(config, shared, rows, fixed, fixed_rows)
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     w = draft_weights(weights, logits, labels, mask)
     accept, M = None, min(config.candidates, config.draft_vocab_size)
     if config.execution == "lattice" and M < config.draft_vocab_size:
         # What verification will see: drafts are drawn among the candidates, which loses much of a flat law.
-        _, best = sampling.top_candidates(jax.lax.stop_gradient(base), M)
+        _, best = choose(jax.lax.stop_gradient(base), M)
         accept = divergences.accept_rate_among(logits, base >= best[..., -1:], target_logits, log_normalizer)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, rows["confidence"], weights.decay, weights=w,
                                  log_normalizer=log_normalizer, reached=fixed_rows["reached"], accept=accept)
@@ -140,20 +141,23 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows):
     if weights.kl:
         terms["kl"] = losses.weighted(w, divergences.kl_divergence(logits, target_logits))
     if weights.candidates:
-        terms |= candidate_terms(config, weights, shared, rows.get("candidate_phi", rows["phi"]), base, labels, mask, w)
+        phi = rows.get("candidate_phi", rows["phi"])
+        terms |= candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose)
     return losses.weighted_sum(terms, fixed["weights"], fixed["denominators"]), terms
 
 
-def candidate_terms(config, weights, shared, phi, base, labels, mask, w):
-    """The candidates term, and how often the label is a candidate and is the best of them: [T] each."""
+def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose):
+    """The candidates term, and how often the label is a candidate and is the best of them: [T] each.
+
+    choose: what finds the candidates of base logits (`dspark_jax.candidates.Choice`)."""
     M = min(config.candidates, config.draft_vocab_size)
     if weights.candidates_stop_gradient:
         base = jax.lax.stop_gradient(base)
-    ids, _ = sampling.top_candidates(jax.lax.stop_gradient(base), M)
+    ids, best = choose(base, M)
     # The label's own score stands last; it is used where the label is no candidate and is injected.
     rated = jnp.concatenate([ids, labels[..., None]], axis=-1)
     successors = transitions.successor_rows(shared, rated)
-    scores = jnp.take_along_axis(base, rated, axis=-1) + jnp.einsum(
+    scores = jnp.concatenate([best, divergences.pick(base, labels)[..., None]], axis=-1) + jnp.einsum(
         "...R,...MR->...M", phi, successors, preferred_element_type=base.dtype)
     scores, label_scores = scores[..., :M], scores[..., M]
     found, index = losses.locate_label(ids, labels)
@@ -164,23 +168,35 @@ def candidate_terms(config, weights, shared, phi, base, labels, mask, w):
         "candidate_accuracy": losses.weighted(drafts, found & (jnp.argmax(scores, axis=-1) == index), leading)}
 
 
-def batch_loss(config, weights, params, frozen, batch, blocks, at, denominators, size):
+def batch_loss(config, weights, params, frozen, batch, blocks, at, denominators, size, choose=candidates.top_candidates):
     """(loss, terms) of some sequences. at: weights of the terms (`LossWeights.at`); denominators: of the whole batch;
-    size: anchors per chunk."""
+    size: anchors per chunk; choose: as in `candidate_terms`."""
     shared, rows, fixed, fixed_rows = head_inputs(config, weights, params, frozen, batch, blocks)
     fixed |= {"weights": at, "denominators": denominators}
-    return chunks.sum_in_chunks(functools.partial(chunk_loss, config, weights), size, shared, rows, fixed, fixed_rows)
+    with jax.named_scope("heads"):
+        return chunks.sum_in_chunks(
+            functools.partial(chunk_loss, config, weights, choose=choose), size, shared, rows, fixed, fixed_rows)
 
 
-def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, micro_steps=1, online=None, trained=PARTS):
+def chunk_size(config, mesh, sequences, anchors):
+    """Anchors per chunk where ``sequences`` and the vocabulary are spread over ``mesh``."""
+    here = sharding.sequences_per_device(mesh, sequences, 1)
+    return chunks.anchors_per_chunk(here, anchors, config.block_length, -(-config.vocab_size // mesh.shape["tensor"]))
+
+
+def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, micro_steps=1, online=None, mesh=None,
+              dtype=None, trained=PARTS):
     """-> step(params, opt_state, frozen, batch, key, number) -> (params, opt_state, metrics), number counting from 0.
 
     weights: `LossWeights`. anchors: N. anchors_per_chunk: anchors whose logits exist at one time; None: as many as fit
     into `chunks.CHUNK_BYTES`. micro_steps: parts that the batch is computed in; the update is that of the whole batch.
-    A batch without a draft that could be verified changes nothing ("blocks" among its metrics is 0). ``online`` is None (features
-    come with the batch) or (target config, taps): the target runs in the same program, with frozen["target"].
+    A batch without a draft that could be verified changes nothing ("blocks" among its metrics is 0). ``online`` is None
+    (features come with the batch) or (target config, taps): the target runs in the same program, with frozen["target"].
     trained: the parts of the parameters that have a gradient; the optimizer must leave the others alone.
+    mesh: where the arrays lie (`dspark_jax.sharding`); None: on one device. dtype: what forward and backward compute in;
+    None: the dtype of the parameters. They, the sum of their gradients and the optimizer's state stay what they are.
     """
+    mesh = mesh or sharding.one_device()
 
     def step(params, opt_state, frozen, batch, key, number):
         blocks = sample_blocks(config, batch, frozen["target_to_draft"], key, anchors)
@@ -188,13 +204,18 @@ def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, mi
         if not config.confidence:
             at.pop("confidence", None)
         sequences = len(batch["tokens"]) // micro_steps
-        size = anchors_per_chunk or chunks.anchors_per_chunk(sequences, anchors, config.block_length, config.vocab_size)
+        size = anchors_per_chunk or chunk_size(config, mesh, sequences, anchors)
+        choose = candidates.over_mesh(mesh, "tensor", sharding.BATCH)
 
         def part(batch, blocks):
-            batch = with_features(batch, frozen, online)
-            learn = lambda params: {name: part if name in trained else jax.lax.stop_gradient(part)
-                                    for name, part in params.items()}
-            loss = lambda params: batch_loss(config, weights, learn(params), frozen, batch, blocks, at, denominators, size)
+            tables = sharding.gather(mesh, frozen, dtype)
+            batch = with_features(batch, tables, online)
+
+            def loss(params):
+                params = {name: part if name in trained else jax.lax.stop_gradient(part) for name, part in params.items()}
+                return batch_loss(config, weights, sharding.gather(mesh, params, dtype), tables, batch, blocks, at,
+                                  denominators, size, choose)
+
             return jax.value_and_grad(loss, has_aux=True)(params), None
 
         # Every part takes every micro_steps-th sequence: where sequences are sharded, each device keeps its own.
