@@ -12,7 +12,7 @@ from configs import smollm2
 
 def get_config():
     config = smollm2.get_config()
-    config.steps = 400
+    config.steps = 300
     config.drafter.block_length = 3
     config.drafter.trained = ("confidence",)
     config.loss.ce = config.loss.l1 = 0.0

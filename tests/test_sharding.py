@@ -144,8 +144,7 @@ def test_training_on_any_mesh_is_the_same(sizes):
 def test_no_logits_travel():
     """Nothing as wide as a shard of the vocabulary is gathered: of the candidates, M ids and scores a shard are."""
     *_, text = trained((2, 2, 2))
-    gathered = [re.search(r"f32\[([\d,]*)\]", line.partition("all-gather")[0])[1].split(",")
-                for line in text.splitlines() if re.search(r"= f32\S* all-gather", line)]
+    gathered = [shape.split(",") for shape in re.findall(r"= f32\[([\d,]*)\]\S* all-gather", text)]
     logits = [shape for shape in gathered if len(shape) > 2 and int(shape[-1]) in (tiny_run.VOCABULARY,
                                                                                   tiny_run.VOCABULARY // 2)]
     assert gathered and not logits, logits

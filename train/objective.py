@@ -123,19 +123,25 @@ def laws(config, shared, rows, fixed, fixed_rows):
     return base, logits, target_logits, log_normalizer
 
 
+def lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose):
+    """alpha [..., T] where drafts are drawn among the best of the base logits, which loses much of a flat law; None where
+    they are drawn from all tokens. choose: what finds the candidates (`dspark_jax.candidates.Choice`)."""
+    M = min(config.candidates, config.draft_vocab_size)
+    if config.execution != "lattice" or M == config.draft_vocab_size:
+        return None
+    _, best = choose(jax.lax.stop_gradient(base), M)
+    return divergences.accept_rate_among(logits, base >= best[..., -1:], target_logits, log_normalizer)
+
+
 def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidates.top_candidates):
     """The loss and the terms of some anchors, for `sum_in_chunks`. ``fixed`` also has "weights" and "denominators";
-    choose: what finds the candidates of base logits (`dspark_jax.candidates.Choice`)."""
+    choose: as in `lattice_accept_rate`."""
     base, logits, target_logits, log_normalizer = laws(config, shared, rows, fixed, fixed_rows)
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     w = draft_weights(weights, logits, labels, mask)
-    accept, M = None, min(config.candidates, config.draft_vocab_size)
-    if config.execution == "lattice" and M < config.draft_vocab_size:
-        # What verification will see: drafts are drawn among the candidates, which loses much of a flat law.
-        _, best = choose(jax.lax.stop_gradient(base), M)
-        accept = divergences.accept_rate_among(logits, base >= best[..., -1:], target_logits, log_normalizer)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, rows["confidence"], weights.decay, weights=w,
-                                 log_normalizer=log_normalizer, reached=fixed_rows["reached"], accept=accept)
+                                 log_normalizer=log_normalizer, reached=fixed_rows["reached"],
+                                 accept=lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose))
     if weights.unary:
         terms["unary"] = losses.weighted(w, divergences.cross_entropy(base, labels))
     if weights.kl:
@@ -149,7 +155,7 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidat
 def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose):
     """The candidates term, and how often the label is a candidate and is the best of them: [T] each.
 
-    choose: what finds the candidates of base logits (`dspark_jax.candidates.Choice`)."""
+    choose: as in `lattice_accept_rate`."""
     M = min(config.candidates, config.draft_vocab_size)
     if weights.candidates_stop_gradient:
         base = jax.lax.stop_gradient(base)
