@@ -14,6 +14,7 @@ cache length, L longest output, V vocabulary.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,10 @@ from dspark_jax.candidates import Choice, top_candidates
 from dspark_jax.drafter import DrafterConfig, DrafterModule, confidence_probabilities, propose
 from dspark_jax.target import Decoder, Ragged, TargetConfig
 
-BUCKETS = 4  # steps from the smallest to the largest size that a scheduled round is compiled for
+BUCKETS = 4  # steps, at most, from the smallest to the largest size that a scheduled round is compiled for
+# Tokens that products work on at a time: 26 tokens of SmolLM2 take a third longer than 32 on a CPU
+# (benchmarks/RESULTS.md), and TPU rows come in eights too.
+TILE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,5 +287,6 @@ def _verify(options, params, block, starts, cache, proposed, active, temperature
 
 
 def buckets(B, T):
-    """Numbers of tokens, from B (no drafts) to B (T+1), that a scheduled round is compiled for."""
-    return sorted({B + -(-B * T * i // BUCKETS) for i in range(BUCKETS + 1)})
+    """Numbers of tokens, from B (no drafts) to B (T+1), that a scheduled round is compiled for: whole tiles between."""
+    steps = (B + B * T * i / BUCKETS for i in range(1, BUCKETS))
+    return sorted({B, *(min(math.ceil(n / TILE) * TILE, B * (T + 1)) for n in steps), B * (T + 1)})

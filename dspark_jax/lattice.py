@@ -77,21 +77,24 @@ def walk(
     """Goes through the lattice from the anchor: slot_t ~ q_t = softmax(S_t(slot_{t-1}, .) / temperature).
 
     The temperature divides the whole score. At 0 the best slot is taken (the first of equal ones).
+    Where a step leads does not depend on how it was reached, so the draws behind all M slots are made at once; what is left
+    for the scan is to follow them.
 
     Args: first [M], pairs [T-1, M, M] from `pair_scores`; key; temperature scalar, may be traced.
     Returns: slots int32 [T], indices into the candidates; q float32 [T, M], the very numbers drawn from.
     """
 
-    def step(slot, inputs):
-        scores, key = inputs
-        q = probabilities(scores[slot], temperature)
-        slot = draw(key, q)
-        return slot, (slot, q)
-
     M = first.shape[0]
     scores = jnp.concatenate([jnp.broadcast_to(first, (1, M, M)), pairs])  # before the first step any slot is the anchor
+    q = probabilities(scores, temperature)
     keys = jax.random.split(key, scores.shape[0])
-    return jax.lax.scan(step, jnp.int32(0), (scores, keys))[1]
+    following = jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(keys, q)
+
+    def step(slot, inputs):
+        following, q = inputs
+        return following[slot], (following[slot], q[slot])
+
+    return jax.lax.scan(step, jnp.int32(0), (following, q))[1]
 
 
 def draft_among(

@@ -285,6 +285,7 @@ def run(target, drafter, prompts, *, max_new_tokens, drafts, batches, execution,
     config = drafter.config
     execution = execution or config.execution
     check_execution(config, execution, min(config.candidates, config.draft_vocab_size))
+    config = dataclasses.replace(config, confidence_temperatures=())  # there may be fewer than drafts to be timed
     drafters = {T: dataclasses.replace(drafter, config=dataclasses.replace(config, block_length=T)) for T in drafts}
     length = -(-(max(map(len, prompts)) + max_new_tokens + max(drafts)) // 128) * 128
     rounds = [time_rounds(target, drafters, execution, B, length, repeats) for B in sorted({1, *batches})]
