@@ -39,7 +39,8 @@ def run(target, drafter, *, drafts, anchors, repeats, budget, torch_python=None)
     """
     recipe, vocab = smollm2.get_config(), target.config.vocab_size
     recipe.optimizer.warmup_steps, recipe.optimizer.decay_steps = 0, 10**9  # a constant rate
-    model = dataclasses.replace(drafter.config, block_length=drafts, draft_vocab_size=vocab,
+    # Sequential: PyTorch's accept rates are those of drafts drawn from all tokens.
+    model = dataclasses.replace(drafter.config, block_length=drafts, draft_vocab_size=vocab, execution="sequential",
                                 confidence_temperatures=())
     optimizer = objective.make_optimizer(recipe.optimizer, recipe.optimizer.decay_steps)
     params = drafter_lib.init_params(model, jax.random.key(0))
