@@ -91,6 +91,9 @@ class Run:
     def saving(self):
         return list(self.workdir.glob("checkpoints/*tmp*"))
 
+    def saved(self):
+        return {path.name for path in self.workdir.glob("checkpoints/*") if path.name.isdigit()}
+
     def size(self):
         log = self.workdir / "metrics.jsonl"
         return log.stat().st_size if log.exists() else 0
@@ -121,11 +124,13 @@ def test_kills(uninterrupted, tmp_path):
     kills = []
     print(f"seed {SEED}")
     while len(kills) < KILLS:
-        when, before = random_.choice(("starting", "stepping", "saving", "saving")), run.size()
+        when, before = ("saving", "stepping", "starting")[len(kills) % 3], run.size()
         until = time.monotonic() + random_.uniform(0, seconds) if when == "starting" else math.inf
-        process = run.start()
+        saved, process = run.saved(), run.start()
         # Once it trains, the log is longer, or was cut to what is saved, and what was left of killed saves is gone.
         wait_for(lambda until=until, before=before: time.monotonic() > until or run.size() not in (0, before), process)
+        if when != "starting":
+            wait_for(lambda saved=saved: run.saved() - saved, process)  # so that the kills meet all of the run
         if when == "stepping":
             time.sleep(random_.expovariate(20))
         elif when == "saving":
