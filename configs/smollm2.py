@@ -21,19 +21,25 @@ def get_config():
     config.init_from = config_dict.placeholder(str)  # a drafter or a run to go on from with fresh optimizer state
     config.steps = 1900
     config.checkpoint_every = 100
+    config.checkpoint_keep = 2  # the newest ones
+    config.checkpoint_keep_every = config_dict.placeholder(int)  # and all steps that are multiples of this
+    config.log_every = 1  # steps between lines of metrics.jsonl
+    config.profile = config_dict.placeholder(str)  # steps to profile into WORKDIR/profile: "10:15", or a number of them
 
     config.mesh = config_dict.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})  # devices along each axis; -1: all others
     config.compute_dtype = "float32"  # of forward and backward; parameters and optimizer state are float32 in any case
 
     config.data = config_dict.ConfigDict()
-    config.data.tokens = config_dict.placeholder(str)  # None: the token file that ships with the package
+    config.data.tokens = config_dict.placeholder(str)  # chat data (.jsonl) or tokens (.npz); None: what is shipped
     config.data.conversations = config_dict.placeholder(int)  # None: all
-    config.data.max_length = 256
+    config.data.max_length = 256  # tokens after which a conversation is cut
+    config.data.row_length = config_dict.placeholder(int)  # pack conversations into rows of so many; None: one a row
     config.data.source_weights = config_dict.ConfigDict({"gsm8k": 2.0, "code": 2.0})
 
     config.evaluation = config_dict.ConfigDict()
     config.evaluation.prompts = 8  # of each set, decoded before and after training; 0: none
     config.evaluation.max_new_tokens = 64
+    config.evaluation.every = 0  # steps between decoding them in the middle of training; 0: never
     config.evaluation.blocks_every = 100  # steps between logs of candidate and path metrics; 0: never
 
     config.features = config_dict.ConfigDict()
@@ -55,6 +61,7 @@ def get_config():
     config.drafter.execution = "lattice"
     config.drafter.candidates = 16
     config.drafter.confidence = True
+    config.drafter.trained = ("backbone", "transition", "confidence")  # which parts of it
 
     config.batch = config_dict.ConfigDict()
     config.batch.sequences = 8

@@ -17,6 +17,8 @@ Shape letters: B batch, S context length, N anchors per sequence, T draft positi
 import jax
 import jax.numpy as jnp
 
+from dspark_jax import packing
+
 LAYOUTS = ("anchor_first", "fill_in")
 
 
@@ -36,24 +38,41 @@ def candidate_mask(loss_mask: jax.Array) -> jax.Array:
     return supervised[..., :-1] & supervised[..., 1:]
 
 
-def sample_anchors(key: jax.Array, loss_mask: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def sample_anchors(
+    key: jax.Array, loss_mask: jax.Array, count: int, documents: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Draws up to `count` distinct anchors per sequence, uniformly among its candidates.
+
+    Where a sequence is packed with `documents`, each of them gets the same number of anchors, uniformly among its own
+    candidates, as far as it has so many; what it leaves goes to the others. (Drawn from the row as a whole, a short
+    document beside a long one would get next to none.)
 
     Args:
       key: a PRNG key.
-      loss_mask: [B, S].
+      loss_mask: [B, S]; of packed documents, `packing.supervised`.
       count: N.
+      documents: int [B, S] (see `dspark_jax.packing`), or None where a sequence is one document.
 
     Returns: anchors int32 [B, N], ascending, unused places last and 0; keep bool [B, N].
     """
     candidates = candidate_mask(loss_mask)
-    candidates = jnp.pad(candidates, ((0, 0), (0, max(0, count - candidates.shape[-1]))))
-    priority = jnp.where(candidates, jax.random.uniform(key, candidates.shape), -1.0)
+    priority = jnp.where(candidates, jax.random.uniform(key, candidates.shape), -jnp.inf)
+    if documents is not None:
+        priority -= _rank(priority, documents[..., :-1])  # first the best of each document, then the second of each
+    priority = jnp.pad(
+        priority, ((0, 0), (0, max(0, count - candidates.shape[-1]))), constant_values=-jnp.inf)
     best, position = jax.lax.top_k(priority, count)  # the N largest of iid numbers: a uniform draw without replacement
-    unused = candidates.shape[-1]
-    anchors = jnp.sort(jnp.where(best >= 0, position, unused), axis=-1)
+    unused = priority.shape[-1]
+    anchors = jnp.sort(jnp.where(best > -jnp.inf, position, unused), axis=-1)
     keep = anchors < unused
     return jnp.where(keep, anchors, 0).astype(jnp.int32), keep
+
+
+def _rank(priority, documents):
+    """How many places of the same document have a higher priority: [B, S], int [B, S] -> int32 [B, S]."""
+    order = jnp.lexsort((-priority, documents), axis=-1)
+    rank = packing.positions(jnp.take_along_axis(documents, order, axis=-1))
+    return jnp.take_along_axis(rank, jnp.argsort(order, axis=-1), axis=-1)
 
 
 def label_indices(anchors: jax.Array, T: int) -> jax.Array:
@@ -106,7 +125,10 @@ def block_tokens(tokens: jax.Array, anchors: jax.Array, keep: jax.Array, slots: 
 
 
 def block_positions(anchors: jax.Array, slots: int) -> jax.Array:
-    """Positions a+j of the slots for rotary embedding, not clamped to the sequence. int [B, N] -> int [B, N, J]."""
+    """Positions a+j of the slots for rotary embedding, not clamped to the sequence. int [B, N] -> int [B, N, J].
+
+    Of packed documents, `anchors` are positions in the document.
+    """
     return anchors[..., None] + jnp.arange(slots, dtype=anchors.dtype)
 
 

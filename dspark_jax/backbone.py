@@ -6,7 +6,7 @@
 
 Context keys never see a draft layer, so they can be computed once per token and cached.
 Layers can differ in what their slots see (`Attention`): a sliding window, over context and block alike, and causality
-inside the block. Context keys lie at the positions 0..S-1 and before every slot.
+inside the block. Visible context keys lie before every slot, at the positions 0..S-1 unless others are given.
 B batch, S context length, N blocks, J slots per block, D model width, K key/value heads, C head width.
 """
 
@@ -101,8 +101,9 @@ def attend_context_and_block(query, context, block, visible, inside=None):
     return mixed.reshape(*mixed.shape[:3], -1)
 
 
-def restrict(kind, visible, positions):
-    """What an `Attention` leaves of a block's view: visible bool [B, N, S], positions int [B, N, J] ->
+def restrict(kind, visible, positions, context_positions=None):
+    """What an `Attention` leaves of a block's view: visible bool [B, N, S], positions int [B, N, J], context_positions
+    int [B, S] (None: 0..S-1) ->
     (visible bool [B, N, S] or [B, N, J, S], inside bool [J, J] or None), for `attend_context_and_block`."""
     inside = None
     if kind.window or kind.causal:
@@ -113,7 +114,9 @@ def restrict(kind, visible, positions):
             inside &= behind >= 0
         if kind.window:
             inside &= jnp.abs(behind) < kind.window
-            near = positions[..., None] - jnp.arange(visible.shape[-1]) < kind.window  # context keys are never ahead
+            if context_positions is None:
+                context_positions = jnp.arange(visible.shape[-1])[None]
+            near = positions[..., None] - context_positions[:, None, None] < kind.window  # visible keys are never ahead
             visible = visible[:, :, None] & near
     return visible, inside
 
@@ -153,8 +156,8 @@ class BackboneLayer(nn.Module):
     def context_keys_values(self, context, positions):
         return self.self_attn.keys_values(context, positions)
 
-    def __call__(self, x, positions, context, visible):
-        visible, inside = restrict(self.attention, visible, positions)
+    def __call__(self, x, positions, context, visible, context_positions=None):
+        visible, inside = restrict(self.attention, visible, positions, context_positions)
 
         def attention(y):
             query = self.self_attn.queries(y, positions)
@@ -184,11 +187,11 @@ class Backbone(nn.Module):
             context = self.hidden_norm(self.fc(features))
             return tuple(layer.context_keys_values(context, positions) for layer in self.layers)
 
-    def block(self, embeddings, positions, context, visible):
-        """Slot embeddings [B, N, J, D], positions int [B, N, J], context pairs, visible bool [B, N, S] ->
-        hidden states after the final norm [B, N, J, D]."""
+    def block(self, embeddings, positions, context, visible, context_positions=None):
+        """Slot embeddings [B, N, J, D], positions int [B, N, J], context pairs, visible bool [B, N, S],
+        context_positions int [B, S] (None: 0..S-1) -> hidden states after the final norm [B, N, J, D]."""
         x = embeddings
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"draft_layer_{i}"):
-                x = layer(x, positions, context[i], visible)
+                x = layer(x, positions, context[i], visible, context_positions)
         return self.norm(x)

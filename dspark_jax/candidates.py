@@ -90,7 +90,7 @@ def sharded_candidates(logits: jax.Array, M: int, axis: str) -> tuple[jax.Array,
     return jnp.take_along_axis(ids, place, axis=-1), scores
 
 
-def over_mesh(mesh: jax.sharding.Mesh, axis: str, batch: tuple[str, ...] | None = None) -> Choice:
+def over_mesh(mesh: jax.sharding.Mesh, axis: str, batch: str | tuple[str, ...] | None = None) -> Choice:
     """`sharded_candidates` as a function of whole logits, their last axis laid out over ``axis`` of ``mesh``.
 
     V must be a multiple of that axis's size. batch: what the first axis is laid out over, None for nothing. A batch that
@@ -99,7 +99,7 @@ def over_mesh(mesh: jax.sharding.Mesh, axis: str, batch: tuple[str, ...] | None 
     """
 
     def choose(logits, M):
-        laid = jax.P(batch, *[None] * (logits.ndim - 2), axis) if batch else jax.P(*[None] * (logits.ndim - 1), axis)
+        laid = jax.P(*([batch] + [None] * logits.ndim)[:logits.ndim - 1], axis)
         # The candidates are the same on every shard, which is more than the checker of varying axes can see.
         return jax.shard_map(lambda x: sharded_candidates(x, M, axis), mesh=mesh, in_specs=laid,
                              out_specs=jax.P(batch), check_vma=False)(logits)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from dspark_jax import cache as kv
 from dspark_jax import sampling, scheduling, verification
+from dspark_jax.candidates import Choice, top_candidates
 from dspark_jax.drafter import DrafterConfig, DrafterModule, confidence_probabilities, propose
 from dspark_jax.target import Decoder, Ragged, TargetConfig
 
@@ -28,7 +29,11 @@ BUCKETS = 4  # steps from the smallest to the largest size that a scheduled roun
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a compiled program depends on besides shapes. ``schedule``: the `scheduling` mode, None to verify all drafts."""
+    """What a compiled program depends on besides shapes.
+
+    ``schedule``: the `scheduling` mode, None to verify all drafts. ``choose``: what finds the candidates of lattice
+    execution, a function of `dspark_jax.candidates`.
+    """
 
     target: TargetConfig
     drafter: DrafterConfig | None
@@ -38,6 +43,7 @@ class Options:
     candidates: int | None
     verification: str
     schedule: str | None
+    choose: Choice = top_candidates
 
     @property
     def block_length(self):
@@ -199,7 +205,7 @@ def draft_round(options, target, weights, state, request, propose=propose):
     T = options.block_length
     proposal = propose(options.drafter, weights["params"], weights["embedding"], weights["head_rows"],
                        weights["draft_to_target"], state.draft_cache, state.anchors, state.starts, draft_keys,
-                       request.temperature, options.execution, options.candidates, weights["successors"])
+                       request.temperature, options.execution, options.candidates, weights["successors"], options.choose)
     sure = None if proposal.confidence is None else confidence_probabilities(options.drafter, proposal.confidence)
     proposed = _lengths(options, sure, state.earlier, request, active)
     block = jnp.concatenate([state.anchors[:, None], proposal.tokens], axis=1)

@@ -67,8 +67,7 @@ def l1_distance(
         dl1 = sum_v p_v (s_v - sum_u s_u p_u) dz_v - (the same with q and y)        without log_normalizer
         dl1 = sum_v p_v (s_v - sum_u s_u p_u) dz_v - sum_v q_v (s_v + 1) (dy_v - d log_normalizer)       with it
 
-    Differentiated operation by operation it keeps two more arrays of the size of the logits and takes half as long
-    again (CPU, V = 151,936: 85 ms against 57 ms for the gradient of the whole loss).
+    Differentiated operation by operation it keeps two more arrays of the size of the logits.
     """
     p, q = _law(draft_logits), _law(target_logits, log_normalizer)
     inside = jnp.sum(jnp.abs(p - q), axis=-1)
@@ -92,3 +91,14 @@ def _l1_distance_jvp(primals, tangents):
 def accept_rate(l1: jax.Array) -> jax.Array:
     """alpha = clamp(1 - l1 / 2, 0, 1), the chance that a token drawn from the draft law is accepted: [...] -> [...]."""
     return jnp.clip(1 - l1 / 2, 0, 1)
+
+
+def accept_rate_among(
+    draft_logits: jax.Array, chosen: jax.Array, target_logits: jax.Array, log_normalizer: jax.Array | None = None
+) -> jax.Array:
+    """sum_v min(p_v, q_v) with p = softmax of z over the chosen tokens only: how often a draw among them is accepted.
+
+    Logits and log_normalizer as in `l1_distance`, chosen bool [..., V] -> [...].
+    """
+    p = jax.nn.softmax(jnp.where(chosen, wide(draft_logits), -jnp.inf), axis=-1)
+    return jnp.sum(jnp.minimum(p, _law(target_logits, log_normalizer)), axis=-1)

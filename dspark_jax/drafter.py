@@ -12,13 +12,14 @@ from flax import linen as nn
 
 from dspark_jax import anchors as anchors_lib
 from dspark_jax import layers
+from dspark_jax import packing
 from dspark_jax import transitions
 from dspark_jax.backbone import Backbone, BackboneConfig
-from dspark_jax.candidates import top_candidates
+from dspark_jax.candidates import Choice, top_candidates
 from dspark_jax.confidence import confidence_logits
 from dspark_jax.lattice import draft_among
 from dspark_jax.sequential import sequential_draft
-from dspark_jax.union import successor_table, union_draft
+from dspark_jax.union import successor_table, union_among
 from dspark_jax.verification import SparseDraft
 
 EXECUTIONS = ("sequential", "lattice")
@@ -140,9 +141,9 @@ class DrafterModule(nn.Module):
     def context(self, features, positions):
         return self.backbone.context(features, positions)
 
-    def block(self, embeddings, positions, context, visible):
+    def block(self, embeddings, positions, context, visible, context_positions=None):
         """As `Backbone.block`, but only the T slots that predict: [B, N, T, D]."""
-        hidden = self.backbone.block(embeddings, positions, context, visible)
+        hidden = self.backbone.block(embeddings, positions, context, visible, context_positions)
         return hidden[..., -self.config.block_length:, :]
 
     def everything(self):  # init must touch every parameter
@@ -195,19 +196,24 @@ def block_confidence(config, params, hidden, predecessors):
     return confidence_logits(params["confidence"]["kernel"], params["confidence"]["bias"], hidden, embedding)
 
 
-def training_hidden(config, params, embedding, features, tokens, anchors, keep):
+def training_hidden(config, params, embedding, features, tokens, anchors, keep, documents=None):
     """Hidden states [B, N, T, D] of N blocks per sequence, each seeing the features before its anchor.
 
-    embedding [V, D] of the target; features [B, S, taps * D]; tokens int [B, S]; anchors int and keep bool [B, N].
+    embedding [V, D] of the target; features [B, S, taps * D]; tokens int [B, S]; anchors int and keep bool [B, N];
+    documents int [B, S] where sequences are packed (see `dspark_jax.packing`): a block sees those of its own document.
     """
     module, variables = DrafterModule(config), {"params": params}
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    visible, positions, starts = index[:, None, :] < anchors[:, :, None], index, anchors
+    if documents is not None:
+        visible &= documents[:, None, :] == anchors_lib.gather(documents, anchors)[:, :, None]
+        positions = packing.positions(documents)
+        starts = anchors_lib.gather(positions, anchors)
     context = module.apply(variables, features, positions, method=DrafterModule.context)
     ids = anchors_lib.block_tokens(tokens, anchors, keep, config.slots, config.mask_token_id)
-    visible = positions[:, None, :] < anchors[:, :, None]
     return module.apply(
-        variables, slot_embeddings(config, embedding, ids), anchors_lib.block_positions(anchors, config.slots), context,
-        visible, method=DrafterModule.block)
+        variables, slot_embeddings(config, embedding, ids), anchors_lib.block_positions(starts, config.slots), context,
+        visible, positions, method=DrafterModule.block)
 
 
 @jax.tree_util.register_dataclass
@@ -241,8 +247,8 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
 
     embedding [V, D], head_rows [Vd, D], draft_to_target int [Vd] or None, context: cache of key/value pairs
     [B, K, S, C] whose positions before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B];
-    temperature scalar or [B]. successors int [V, K] or None: a table that lattice execution adds candidates from; without
-    one, ``choose`` finds the candidates of logits [B, T, Vd] (`dspark_jax.candidates`).
+    temperature scalar or [B]. Lattice execution takes the ``candidates`` best tokens of each position, found by
+    ``choose`` (`dspark_jax.candidates`) in logits [B, T, Vd], and adds those of successors int [V, K] or None.
     """
     temperature = jnp.broadcast_to(temperature, anchors.shape)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
@@ -250,16 +256,16 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     with jax.named_scope("draft_head"):
         logits = base_logits(config, head_rows, hidden)
     if execution == "lattice":
+        with jax.named_scope("candidates"):
+            best, unary = choose(logits, candidates)
         with jax.named_scope("lattice"):
+            block = best, unary, hidden, anchors, keys, temperature
             if successors is None:
-                tokens, ids, probabilities = jax.vmap(
-                    lambda c, u, h, a, k, t: draft_among(transition, table, c, u, h, a, k, t, draft_to_target)
-                )(*choose(logits, candidates), hidden, anchors, keys, temperature)
+                draft = lambda *block: draft_among(transition, table, *block, draft_to_target)
             else:
-                tokens, ids, probabilities = jax.vmap(
-                    lambda u, h, a, k, t: union_draft(
-                        transition, table, u, h, a, k, t, candidates, successors, draft_to_target=draft_to_target)
-                )(logits, hidden, anchors, keys, temperature)
+                block = *block, logits
+                draft = lambda *block: union_among(transition, table, *block, successors, draft_to_target)
+            tokens, ids, probabilities = jax.vmap(draft)(*block)
         q = SparseDraft(ids, probabilities)
     else:
         with jax.named_scope("sequential"):
@@ -283,6 +289,8 @@ class Drafter:
     ``draft_to_target`` int32 [Vd] maps draft ids to target ids, None where both are the same.
     ``target``: what is known of the target's config, "num_target_layers" and "max_position_embeddings".
     ``successors`` int32 [V, K] or None: more candidates for lattice execution, from `with_successors`.
+    ``choose``: how lattice execution finds the best tokens, a function of `dspark_jax.candidates`: on TPU
+    `approximate_candidates`, over a vocabulary laid out on a mesh `over_mesh`.
     """
 
     config: DrafterConfig
@@ -293,6 +301,7 @@ class Drafter:
     owns_tables: bool = False
     target: dict = dataclasses.field(default_factory=dict)
     successors: jax.Array | None = None
+    choose: Choice = top_candidates
 
     def arrays(self):
         """What a compiled program needs."""

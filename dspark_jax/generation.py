@@ -215,7 +215,8 @@ def prepare(target, drafter, prompts, max_new_tokens, temperature=0.0, top_k=0, 
         schedule = _checked_schedule(drafter.config, len(prompts), confidence_threshold, schedule)
     options = decoding.Options(
         target=config, drafter=drafter.config if drafter else None, top_k=int(top_k), top_p=float(top_p),
-        execution=execution, candidates=candidates, verification=rule, schedule=schedule.mode if schedule else None)
+        execution=execution, candidates=candidates, verification=rule, schedule=schedule.mode if schedule else None,
+        **({"choose": drafter.choose} if drafter else {}))
     return Batch(options, target, drafter, prompts, int(max_new_tokens), temperature, padded,
                   schedule.arrays() if schedule else {}, seed)
 

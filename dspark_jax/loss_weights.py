@@ -81,13 +81,16 @@ def draft_weights(weights: LossWeights, logits: jax.Array, labels: jax.Array, ma
     return adaptive_weights(jnp.exp(-cross_entropy(logits, labels)), mask, weights.smoothing)
 
 
-def loss_denominators(weights: LossWeights, mask: jax.Array) -> dict[str, jax.Array]:
-    """What `weighted_sum` divides the terms of a batch by: bool [..., T] of all of it -> float32 [] per term.
+def loss_denominators(weights: LossWeights, mask: jax.Array, reached: jax.Array) -> dict[str, jax.Array]:
+    """What `weighted_sum` divides the terms of a batch by: both bool [..., T], of all of it, as in
+    `losses.drafter_terms` -> float32 [] per term.
 
-    The sum of the weights w; the number of blocks with a supervised draft for `expected_accepted_length`, and for every
-    term with adaptive weights. A label that is excluded from the candidates term leaves its numerator only.
+    The sum of the weights w; the number of blocks with a reached draft for `expected_accepted_length`, with a supervised
+    one for every other term with adaptive weights. A label that is excluded from the candidates term leaves its numerator
+    only.
     """
     drafts, blocks = jnp.sum(position_weights(mask, weights.decay)), jnp.sum(supervised_blocks(mask))
     shared = drafts if weights.position_weights == "decay" else blocks
     return dict.fromkeys(("ce", "unary", "l1", "kl", "candidates"), shared) | {
-        "confidence": drafts, "expected_accepted_length": blocks}
+        "confidence": jnp.sum(position_weights(reached, weights.decay)),
+        "expected_accepted_length": jnp.sum(supervised_blocks(reached))}

@@ -113,6 +113,8 @@ def drafter_terms(
     *,
     weights: jax.Array | None = None,
     log_normalizer: jax.Array | None = None,
+    reached: jax.Array | None = None,
+    accept: jax.Array | None = None,
 ) -> dict[str, Ratio]:
     """DSpark's terms and metrics of a batch (or of a part of it) as undivided sums.
 
@@ -126,17 +128,21 @@ def drafter_terms(
       weights: [..., T], of "ce" and "l1"; None: the position weights.
       log_normalizer: [..., T], log sum_v exp(y_v) over all tokens of the target, where the V of the logits are only
         some of them (`dspark_jax.divergences`); None: they are all.
+      reached: bool [..., T], drafts that verification can come to, whatever their own label is: over these go accept
+        rates, accepted length and confidence. A label outside the draft vocabulary is in no term of its own, but what the
+        drafter proposes there is rejected, which its confidence must know. None: those of ``mask``.
+      accept: [..., T], alpha where drafts are not drawn from all tokens (`divergences.accept_rate_among`); None: they are.
 
     Returns: dict of `Ratio`:
       "ce", "l1", "confidence": weighted sums of the terms in the module docstring;
       "accept_rate": [T], alpha per position, not weighted;
-      "expected_accepted_length": over blocks with a supervised draft, differentiable;
+      "expected_accepted_length": over blocks with a reached draft, differentiable;
       "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias": |s - alpha|, s - alpha and the difference of
       their running products along the block, weighted, with s = sigmoid(confidence logit).
     """
     leading = tuple(range(mask.ndim - 1))
-    position = position_weights(mask, decay)
-    weights = position if weights is None else weights
+    weights = position_weights(mask, decay) if weights is None else weights
+    reached = mask if reached is None else reached
     zero, zeros = jnp.zeros(()), jnp.zeros(mask.shape[-1])
     scalars = ("l1", "confidence", "confidence_abs_error", "confidence_bias", "confidence_cumprod_bias")
     terms = {name: Ratio(zero, zero) for name in (*scalars, "expected_accepted_length")}
@@ -146,16 +152,17 @@ def drafter_terms(
         return terms
 
     l1 = l1_distance(draft_logits, target_logits, log_normalizer)
-    alpha = accept_rate(l1)
+    alpha = accept_rate(l1) if accept is None else accept
     terms["l1"] = weighted(weights, l1)
-    terms["accept_rate"] = weighted(mask.astype(jnp.float32), alpha, leading)
-    terms["expected_accepted_length"] = weighted(supervised_blocks(mask), expected_accepted_length(alpha, mask))
+    terms["accept_rate"] = weighted(reached.astype(jnp.float32), alpha, leading)
+    terms["expected_accepted_length"] = weighted(supervised_blocks(reached), expected_accepted_length(alpha, reached))
     if confidence_logits is None:
         return terms
 
+    position = position_weights(reached, decay)
     terms["confidence"] = weighted(position, confidence_bce(confidence_logits, alpha))
     s = jax.nn.sigmoid(wide(confidence_logits))
-    survival = jnp.cumprod(s * mask, axis=-1) - jnp.cumprod(alpha * mask, axis=-1)
+    survival = jnp.cumprod(s * reached, axis=-1) - jnp.cumprod(alpha * reached, axis=-1)
     terms["confidence_abs_error"] = weighted(position, jnp.abs(s - alpha))
     terms["confidence_bias"] = weighted(position, s - alpha)
     terms["confidence_cumprod_bias"] = weighted(position, survival)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import linen as nn
 
 from dspark_jax import cache as kv
-from dspark_jax import layers
+from dspark_jax import layers, packing
 
 EMBEDDING = -1  # the tap that means the embedding output; tap i >= 0 is the raw output of decoder layer i
 
@@ -117,16 +117,20 @@ class Decoder(nn.Module):
         if not c.tie_word_embeddings:
             self.lm_head = OutputTable(c.vocab_size)
 
-    def __call__(self, tokens, positions, cache=None, taps=(), ragged=None):
+    def __call__(self, tokens, positions, cache=None, taps=(), ragged=None, documents=None):
         """tokens, positions int [B, Q] (positions of a row are consecutive) ->
 
         final-normed hidden [B, Q, D], list of tapped hidden states [B, Q, D] in the order of ``taps``, new cache or None.
         Without a cache the call is causal within itself; right padding is harmless because nothing looks ahead.
         With ``ragged`` (and a cache), [N] and [N, D] stand in place of [B, Q] and [B, Q, D].
+        With ``documents`` int [B, Q] (and no cache) tokens see those of their own document only, and positions are
+        consecutive within each.
         """
         queries = positions if ragged is None else positions[ragged.index]
         keys = queries[:, None, :] if cache is None else jnp.arange(cache[0][0].shape[2])
         visible = keys <= queries[:, :, None]
+        if documents is not None:
+            visible &= documents[:, None, :] == documents[:, :, None]
         x = self.embed_tokens(tokens)
         tapped = {EMBEDDING: x}
         new_cache = []
@@ -148,10 +152,15 @@ class Decoder(nn.Module):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def forward(config, params, tokens, taps=()):
-    """tokens int [B, S] at positions 0..S-1, no cache -> (final-normed [B, S, D], list of tapped states [B, S, D])."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, tapped, _ = Decoder(config).apply({"params": params}, tokens, positions, None, taps)
+def forward(config, params, tokens, taps=(), documents=None):
+    """tokens int [B, S] at positions 0..S-1, no cache -> (final-normed [B, S, D], list of tapped states [B, S, D]).
+
+    documents int [B, S]: of packed rows (see `dspark_jax.packing`), whose positions restart in each document.
+    """
+    positions = jnp.arange(tokens.shape[1]) if documents is None else packing.positions(documents)
+    positions = jnp.broadcast_to(positions, tokens.shape)
+    hidden, tapped, _ = Decoder(config).apply(
+        {"params": params}, tokens, positions, None, taps, documents=documents)
     return hidden, tapped
 
 

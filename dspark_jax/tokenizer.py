@@ -198,6 +198,54 @@ class Tokenizer:
           ValueError: there is no chat template, a message is malformed (says which), or the template refuses the
               conversation.
         """
+        broken, marker = self._break_control_strings(messages)
+        return self._encode_pieces(self._render(broken, True, template_values), marker)
+
+    def conversation(
+        self, messages: collections.abc.Sequence[dict], limit: int | None = None, **template_values
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation up to its last answer, and which of them the assistant says.
+
+        An answer starts where `chat` of the messages before it ends, and is encoded by itself, as it is when a model
+        writes it; it ends with the next stop token, which belongs to it. No message's text can move either.
+
+        Args:
+          messages: as for `chat`, at least one of them the assistant's.
+          limit: at most so many ids; the rest is not even encoded.
+          **template_values: as for `chat`.
+
+        Raises:
+          ValueError: as `chat`, or there is no answer, the template writes no stop token behind one, or it writes the
+              messages before an answer differently once that is there.
+        """
+        broken, marker = self._break_control_strings(messages)
+        while broken and broken[-1]["role"] != "assistant":
+            broken.pop()
+        if not broken:
+            raise ValueError("messages: none of the assistant; allowed: at least one")
+        text = self._render(broken, False, template_values)
+        ids, spoken, done = [], [], 0
+        for i, message in enumerate(broken):
+            if message["role"] != "assistant":
+                continue
+            if limit is not None and len(ids) >= limit:
+                break
+            before = self._render(broken[:i], True, template_values)
+            if len(before) < done or not text.startswith(before):
+                raise ValueError(f"chat template: what it writes before messages[{i}] changes once that is there")
+            ends = (match.end() for match in self._control_pattern.finditer(text, len(before))
+                    if self._control[match[0]] in self.stop_tokens)
+            if (end := next(ends, None)) is None:
+                raise ValueError(f"chat template: it writes no stop token behind messages[{i}]")
+            for piece, by_assistant in ((text[done:len(before)], False), (text[len(before):end], True)):
+                new = self._encode_pieces(piece, marker)
+                ids += new
+                spoken += [by_assistant] * len(new)
+            done = end
+        return ids[:limit], spoken[:limit]
+
+    def _break_control_strings(self, messages):
+        """(messages in whose contents a marker character breaks every control string, the marker)."""
         if self._template is None:
             raise ValueError("this tokenizer has no chat template: encode the text with encode()")
         messages = list(messages)
@@ -211,13 +259,14 @@ class Tokenizer:
             {**m, "content": self._control_pattern.sub(lambda match: match[0][0] + marker + match[0][1:], m["content"])}
             for m in messages
         ]
+        return broken, marker
+
+    def _render(self, messages, add_generation_prompt, template_values):
+        values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._template.render(
-                **(self._template_values | template_values | {"messages": broken, "add_generation_prompt": True})
-            )
-        except jinja2.TemplateError as error:
+            return self._template.render(**(self._template_values | template_values | values))
+        except Exception as error:  # the template is a program of the model's makers: it can fail in any way
             raise ValueError(f"chat template: {error}") from error
-        return self._encode_pieces(text, marker)
 
     def _encode_pieces(self, text, marker):
         """Control strings of `text` become their ids; what lies between them is plain text, from which `marker` is

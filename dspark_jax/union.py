@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.candidates import Choice, top_candidates
+from dspark_jax.candidates import top_candidates
 from dspark_jax.lattice import check_first_order, edge_score
 from dspark_jax.sampling import draw, probabilities
 from dspark_jax.transitions import Params, Transition, bias, embed, successor_rows, target_ids
@@ -32,26 +32,27 @@ def successor_table(params: Params, K: int) -> jax.Array:
     return jax.lax.map(best, tokens, batch_size=ROWS)
 
 
-def union_draft(
+def union_among(
     transition: Transition,
     params: Params,
-    logits: jax.Array,
+    candidates: jax.Array,
+    unary: jax.Array,
     hidden: jax.Array,
     anchor: jax.Array,
     key: jax.Array,
     temperature: jax.Array | float,
-    M: int,
+    logits: jax.Array,
     successors: jax.Array,
     draft_to_target: jax.Array | None = None,
-    choose: Choice = top_candidates,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x_t ~ q_t = softmax(S_t(x_{t-1}, .) / temperature) over the M best of U_t and the K successors of x_{t-1}.
 
-    Arguments as in `lattice_draft`, and successors: int32 [V, K] from `successor_table`. With K = 0 it is that draft.
+    Arguments as in `lattice.draft_among`, and logits [T, Vd], the U_t that the candidates are the best of; successors:
+    int32 [V, K] from `successor_table`. With K = 0 it is that draft.
 
     Returns: tokens int32 [T] (target ids), candidates int32 [T, M + K] (target ids), q float32 [T, M + K]. A successor
     that is among the M best already is repeated in the candidates, with probability 0.
-    Raises ValueError for M > Vd, and for a transition that is not first order.
+    Raises ValueError for a transition that is not first order.
     """
     check_first_order(transition)
 
@@ -59,15 +60,14 @@ def union_draft(
         t, h, base, unary, key = inputs
         extra = successors[previous]
         repeated = jnp.any(extra[:, None] == base, axis=-1)
-        candidates = jnp.concatenate([base, extra])
+        either = jnp.concatenate([base, extra])
         unary = jnp.concatenate([unary, jnp.where(repeated, -jnp.inf, logits[t, extra])])
         edges = jax.vmap(functools.partial(edge_score, transition, params), in_axes=(None, None, 0, 0))
-        q = probabilities(edges(embed(params, previous), h, successor_rows(params, candidates), unary), temperature)
-        candidates = target_ids(candidates, draft_to_target)
-        token = candidates[draw(key, q)]
-        return token, (token, candidates, q)
+        q = probabilities(edges(embed(params, previous), h, successor_rows(params, either), unary), temperature)
+        either = target_ids(either, draft_to_target)
+        token = either[draw(key, q)]
+        return token, (token, either, q)
 
     T = logits.shape[0]
-    base, unary = choose(logits, M)
-    steps = jnp.arange(T), hidden, base, unary, jax.random.split(key, T)
+    steps = jnp.arange(T), hidden, candidates, unary, jax.random.split(key, T)
     return jax.lax.scan(step, jnp.asarray(anchor, jnp.int32), steps)[1]

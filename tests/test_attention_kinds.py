@@ -62,10 +62,11 @@ def backbone_config(attention):
                           num_key_value_heads=2, head_dim=4, conv_kernel_size=2, conv_group_size=4, attention=attention)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
+@pytest.mark.parametrize("kind, packed", [*((kind, False) for kind in KINDS[1:]), (KINDS[3], True)], ids=str)
 @pytest.mark.parametrize("layout", ["anchor_first", "fill_in"])
-def test_training_and_cached_decoding_agree(kind, layout):
-    """A block in training equals the same block drafted from a cache that is longer than its context, with rubbish."""
+def test_training_and_cached_decoding_agree(kind, packed, layout):
+    """A block in training, also of sequences packed into one row, equals the same block drafted from a cache that is
+    longer than its context, with rubbish."""
     config = drafter_lib.DrafterConfig(
         backbone=backbone_config((kind, Attention(window=4))), vocab_size=20, draft_vocab_size=20, block_length=4,
         layout=layout, target_layer_ids=(0, 1), mask_token_id=3, transition="none", input_embedding_scale=1.7)
@@ -76,8 +77,11 @@ def test_training_and_cached_decoding_agree(kind, layout):
     features = jnp.asarray(rng.normal(size=(2, 9, 32)), jnp.float32)
     tokens = rng.integers(4, 20, (2, 9)).astype(np.int32)
     anchors = np.array([[1, 6], [8, 4]], np.int32)
-    hidden = jax.jit(drafter_lib.training_hidden, static_argnums=0)(
-        config, params, embedding, features, jnp.asarray(tokens), jnp.asarray(anchors), jnp.ones((2, 2), bool))
+    batch = features, jnp.asarray(tokens), jnp.asarray(anchors), jnp.ones((2, 2), bool)
+    if packed:
+        numbers, offsets = np.repeat([[4], [2]], 9, axis=1), np.array([[0], [9]])
+        batch = [a.reshape(1, -1, *a.shape[2:]) for a in (*batch[:2], batch[2] + offsets, batch[3], numbers)]
+    hidden = jax.jit(drafter_lib.training_hidden, static_argnums=0)(config, params, embedding, *batch)
 
     rows = np.array([0, 0, 1, 1])  # one for each block
 

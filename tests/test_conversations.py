@@ -1,11 +1,7 @@
-import io
-import zipfile
-
-import numpy as np
 import pytest
 
-from dspark_jax.data import conversations, sources
-from dspark_jax.data.conversations import Conversation, OnPolicyTokens
+from dspark_jax.data import conversations
+from dspark_jax.data.conversations import Conversation
 
 HELLO = ({"role": "user", "content": "Hello"},)
 
@@ -19,6 +15,13 @@ def test_both_names_and_blank_lines_are_read(tmp_path):
     first, second = conversations.read_conversations(path)
     assert first == Conversation(1, "", HELLO)
     assert second == Conversation("b", "s", ({"role": "system", "content": "x"}, {"role": "user", "content": "y"}))
+
+
+def test_sharegpt_is_another_form_of_the_same():
+    said = [("system", "s"), ("human", "u"), ("gpt", "a"), ("user", "v"), ("assistant", "")]
+    messages = conversations.parse_messages({"conversations": [{"from": who, "value": what} for who, what in said]})
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    assert messages == tuple({"role": role, "content": what} for role, (_, what) in zip(roles, said))
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -48,8 +51,16 @@ def test_what_is_written_is_read_back(tmp_path):
         ('{"id": 1, "messages": "hi"}', "field messages: at least one"),
         ('{"id": 1, "conversations": ["hi"]}', r"field conversations\[0\]: str found; allowed:"),
         (
-            '{"id": 1, "conversations": [{"from": "human", "value": "hi"}]}',
+            '{"id": 1, "conversations": [{"speaker": "human", "value": "hi"}]}',
             r"field conversations\[0\].role: None found; allowed: system, user",
+        ),
+        (
+            '{"id": 1, "conversations": [{"from": "bard", "value": "hi"}]}',
+            r"field conversations\[0\].from: 'bard' found; allowed: human, gpt, system, user, assistant, tool",
+        ),
+        (
+            '{"id": 1, "messages": [{"from": "human"}]}',
+            r"field messages\[0\].content: NoneType found; allowed: text",
         ),
         (
             '{"id": 1, "conversations": [{"role": "user", "content": 3}]}',
@@ -70,93 +81,3 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message) as raised:
         list(conversations.read_conversations(path))
     assert str(raised.value).startswith(f"{path}:2: ")
-
-
-def _tokens(**changes):
-    arrays = dict(
-        tokens=np.array([5, 6, 7, 8, 9], np.uint16),
-        prompt_len=np.array([2, 1], np.uint16),
-        answer_len=np.array([2, 0], np.uint16),
-        temperature=np.array([0, 0.7], np.float32),
-        source=np.array(["a", "bc"]),
-    )
-    return OnPolicyTokens(**arrays | changes)
-
-
-def test_tokens_round_trip_merge_and_pack(tmp_path):
-    tokens = _tokens()
-    tokens.save(tmp_path / "t.npz")
-    back = OnPolicyTokens.load(tmp_path / "t.npz")
-    assert len(back) == 2
-    assert [a.tolist() for a in back.conversation(0)] == [[5, 6], [7, 8]]
-    assert [a.tolist() for a in back.conversation(1)] == [[9], []]
-    rows = [([5, 6], [7, 8], 0, "a"), ([9], [], 0.7, "bc")]
-    packed = OnPolicyTokens.pack(rows)
-    merged = OnPolicyTokens.merge([tokens, back])
-    for name in ("tokens", "prompt_len", "answer_len", "temperature", "source"):
-        want = getattr(tokens, name)
-        assert getattr(packed, name).dtype == want.dtype
-        np.testing.assert_array_equal(getattr(packed, name), want)
-        np.testing.assert_array_equal(getattr(merged, name), np.concatenate([want, want]))
-    assert OnPolicyTokens.pack([([70_000], [1], 1.0, "")]).tokens.dtype == np.uint32
-    assert len(OnPolicyTokens.pack([])) == 0
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(tokens=np.arange(4, dtype=np.uint16)), "tokens: 4 entries; allowed: 5"),
-        (dict(tokens=np.arange(5)), r"tokens: int64\[5\] found; allowed: one dimension of uint16 or uint32"),
-        (dict(answer_len=np.array([2], np.uint16)), "answer_len: 1 entries; allowed: 2"),
-        (dict(prompt_len=np.array([3, 0], np.uint16)), "prompt_len: 0 found"),
-        (dict(temperature=np.array([0, np.nan], np.float32)), "temperature"),
-        (dict(source=np.array([1, 2])), "source: int64"),
-        (dict(source=None), "source: NoneType found"),
-    ],
-)
-def test_arrays_that_do_not_belong_together(changes, message):
-    with pytest.raises(ValueError, match=message):
-        _tokens(**changes)
-
-
-def test_pack_names_the_row():
-    with pytest.raises(ValueError, match="row 1: answer tokens"):
-        OnPolicyTokens.pack([([1], [2], 0, ""), ([1], [-2], 0, "")])
-
-
-def test_bad_token_files_are_named(tmp_path):
-    path = tmp_path / "t.npz"
-    with pytest.raises(FileNotFoundError):
-        OnPolicyTokens.load(path)
-    path.write_bytes(b"not a zip")
-    with pytest.raises(ValueError, match=f"^{path}: damaged"):
-        OnPolicyTokens.load(path)
-    np.savez(path, tokens=np.zeros(1, np.uint16))
-    with pytest.raises(ValueError, match=f"^{path}: prompt_len: missing; allowed: arrays tokens"):
-        OnPolicyTokens.load(path)
-    np.savez(path, tokens=np.array([object()]))
-    with pytest.raises(ValueError, match=f"^{path}: tokens: its header says object"):
-        OnPolicyTokens.load(path)
-    _tokens().save(path)
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match=f"^{path}: "):
-        OnPolicyTokens.load(path)
-
-
-def test_a_header_that_claims_more_than_there_is_allocates_nothing(tmp_path):
-    path = tmp_path / "t.npz"
-    member = io.BytesIO()
-    np.lib.format.write_array_header_1_0(member, {"descr": "<u2", "fortran_order": False, "shape": (2**45,)})
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("tokens.npy", member.getvalue())
-    with pytest.raises(ValueError, match="tokens: its header says uint16"):
-        OnPolicyTokens.load(path)
-
-
-def test_the_shipped_tokens():
-    tokens = OnPolicyTokens.load(sources.SHIPPED_TOKENS)
-    assert len(tokens) == 2688 and tokens.answer_len.sum() == 353_865
-    assert tokens.tokens.max() < 49_152
-    for i in (0, 1000, 2175):
-        prompt, answer = tokens.conversation(i)
-        assert prompt[0] == 1 and prompt[-1] == 198 and 0 < len(answer) <= 192

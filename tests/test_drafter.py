@@ -321,17 +321,22 @@ def test_one_temperature_a_row(execution):
 # --------------------------------------------------------------------------------------------- training is decoding
 
 
+@pytest.mark.parametrize("before", [0, 11], ids=["alone", "packed"])
 @pytest.mark.parametrize("layout, conv", [("anchor_first", 0), ("fill_in", 2)])
-def test_training_hidden_equals_cached_hidden(layout, conv):
-    """A block in a training batch and the same block drafted with the context written piece by piece."""
+def test_training_hidden_equals_cached_hidden(layout, conv, before):
+    """A block in a training batch, also with other documents ``before`` and behind its own in the row, and the same
+    block drafted with the context written piece by piece."""
     target = pairs.random_target()
     drafter = pairs.random_drafter(target, layout=layout, conv_kernel_size=conv, layers=2)
     c, rng = drafter.config, np.random.default_rng(0)
     tokens = rng.integers(0, 48, (1, 40)).astype(np.int32)
     anchors = np.array([[0, 1, 9, 23, 38]], np.int32)  # the last block reaches over the end
     features = np.concatenate([np.asarray(target.hidden_states(tokens)[t + 1]) for t in c.target_layer_ids], axis=-1)
+    documents = np.repeat([1, 2, 3], [before, 40, before])[None] if before else None
+    around = lambda x, of: np.concatenate([of(x[:, :before]), x, of(x[:, :before])], axis=1)
     hidden = training_hidden(
-        c, drafter.params, drafter.embedding, features, tokens, anchors, np.ones(anchors.shape, bool))
+        c, drafter.params, drafter.embedding, around(features, lambda x: 9 * x), around(tokens, np.flip),
+        anchors + before, np.ones(anchors.shape, bool), documents)
     cache, old = empty(c, length=64), 0
     for n, start in enumerate(anchors[0]):
         cache = extend(c, drafter.params, pad(features[0, old:start], 16), jnp.array([old]), cache)

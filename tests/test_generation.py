@@ -12,6 +12,7 @@ import pytest
 import dspark_jax as ds
 import pairs
 from dspark_jax import decoding, generation
+from dspark_jax import drafter as drafter_lib
 from dspark_jax.scheduling import Schedule
 
 V, T, STEPS, CONTEXT = 16, 4, 30, 124
@@ -130,6 +131,26 @@ def test_scheduled_equals_plain(schedule):
         assert [len(c) for c in result.confidence] == [len(m) for m in result.accepted]
         assert {np.shape(x) for c in result.confidence for x in c} == {(T,)}
     assert schedule.mode == "static" or len(lengths) > 1
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_other_ways_to_candidates():
+    """Over a sharded vocabulary, also with the batch laid out, and by approx_max_k, which is exact on a CPU."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    run = functools.partial(ds.generate, target(), prompts=PROMPTS, max_new_tokens=STEPS, temperature=1.0, candidates=3,
+                            execution="lattice", stop_tokens=[])
+    calls = []
+
+    def counted(choose):
+        return lambda logits, M: calls.append(logits.shape) or choose(logits, M)
+
+    for K in (0, 2):
+        d = drafter_lib.with_successors(drafter(), K)
+        expected = run(d)
+        for choose in (ds.candidates.over_mesh(mesh, "tensor"), ds.candidates.over_mesh(mesh, "tensor", "data"),
+                       ds.candidates.approximate_candidates):
+            assert run(dataclasses.replace(d, choose=counted(choose))) == expected
+    assert calls == [(len(PROMPTS), T, V)] * 6
 
 
 def test_calibrated_confidence_decides():

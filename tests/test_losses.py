@@ -86,7 +86,7 @@ def test_sums_over_chunks_are_the_whole():
     close(losses.weighted_sum(both, options), whole)
     jax.tree.map(close, losses.metrics_of(both), expected)
     # With the denominators of all of it, which the mask tells, the losses of the parts add up by themselves.
-    totals = loss_denominators(LossWeights(decay=decay), z["eval_mask"])
+    totals = loss_denominators(LossWeights(decay=decay), z["eval_mask"], z["eval_mask"])
     close(sum(losses.weighted_sum(part, options, totals) for part in (first, second)), whole)
 
 
@@ -368,15 +368,16 @@ def test_draft_weights_and_denominators():
     rng = np.random.default_rng(4)
     z, labels = rng.normal(size=(3, 4, 6)).astype(np.float32), rng.integers(0, 6, (3, 4))
     mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], bool)
+    reached = np.array([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]], bool)
     decay, adaptive = LossWeights(decay=2.0), LossWeights(decay=2.0, position_weights="adaptive", smoothing=0.3)
     w = losses.position_weights(mask, 2.0)
     np.testing.assert_array_equal(draft_weights(decay, z, labels, mask), w)
     p = [[law(row)[l] for row, l in zip(block, ids)] for block, ids in zip(z, labels)]
     close(draft_weights(adaptive, z, labels, mask), losses.adaptive_weights(np.array(p), mask, 0.3))
     for options, shared in ((decay, w.sum()), (adaptive, 2)):
-        found = loss_denominators(options, mask)
-        close(found["confidence"], w.sum())
-        close(found["expected_accepted_length"], 2)
+        found = loss_denominators(options, mask, reached)
+        close(found["confidence"], losses.position_weights(reached, 2.0).sum())
+        close(found["expected_accepted_length"], 3)
         assert all(found[name] == shared for name in ("ce", "l1", "kl", "unary", "candidates"))
 
 

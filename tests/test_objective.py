@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ml_collections import config_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from ml_collections import config_dict
 
 import pairs
 import program
@@ -47,7 +49,7 @@ def parts(drafter, frozen, batch, anchors=7):
 
 
 def loss_and_gradient(weights, size, drafter, frozen, batch, blocks):
-    denominators = loss_denominators(weights, blocks["mask"])
+    denominators = loss_denominators(weights, blocks["mask"], blocks["reached"])
     f = lambda params: objective.batch_loss(
         drafter.config, weights, params, frozen, batch, blocks, weights.at(0), denominators, size)
     return jax.jit(jax.value_and_grad(f, has_aux=True))(drafter.params)
@@ -67,7 +69,7 @@ def test_chunks_equal_the_whole(transition):
     weights = LossWeights(**ALL | ({"confidence": 0.0} if transition == "none" else {}))
     blocks = parts(drafter, frozen, batch)
     (loss, terms), gradient = loss_and_gradient(weights, 3, drafter, frozen, batch, blocks)
-    denominators = loss_denominators(weights, blocks["mask"])
+    denominators = loss_denominators(weights, blocks["mask"], blocks["reached"])
 
     def whole(params):  # differentiated by jax, all logits at once
         shared, rows, fixed, fixed_rows = objective.head_inputs(drafter.config, weights, params, frozen, batch, blocks)
@@ -110,7 +112,7 @@ def test_sharded_batch_and_vocabulary():
 
     def f(params, frozen, batch, blocks):
         return objective.batch_loss(drafter.config, weights, params, frozen, batch, blocks, weights.at(0),
-                                    loss_denominators(weights, blocks["mask"]), 3)
+                                    loss_denominators(weights, blocks["mask"], blocks["reached"]), 3)
 
     program = jax.jit(jax.value_and_grad(f, has_aux=True)).lower(params, frozen, batch, blocks).compile()
     same(program(params, frozen, batch, blocks), expected, 2e-6)
@@ -129,7 +131,7 @@ def test_batch_without_a_supervised_draft():
     assert metrics["blocks"] == 0 and metrics["loss"] == 0
     assert all(np.isfinite(m).all() for m in jax.tree.leaves(metrics))
     *_, metrics = step(drafter.params, state, frozen, batch, jax.random.key(3), 5)
-    assert metrics["blocks"] == parts(drafter, frozen, batch)["mask"].any(-1).sum() > 0
+    assert metrics["blocks"] == parts(drafter, frozen, batch)["reached"].any(-1).sum() > 0
 
 
 # ------------------------------------------------------------------------------------------------------ terms, slowly
@@ -153,19 +155,71 @@ def supervised(mask):
     return [tuple(i) for i in np.argwhere(np.asarray(mask))]
 
 
+def slow_reached(batch, blocks):
+    """bool [B, N, T]: drafts that verification can come to, token by token."""
+    tokens, supervised = np.asarray(batch["tokens"]), np.asarray(batch["loss_mask"])
+    reached = np.zeros(blocks["mask"].shape, bool)
+    for b, n, t in np.ndindex(reached.shape):
+        places = int(blocks["anchors"][b, n]) + 1 + np.arange(t + 1)
+        reached[b, n, t] = (blocks["keep"][b, n] and places[-1] < tokens.shape[1] and supervised[b, places].all()
+                            and np.isin(tokens[b, places[:-1]], IDS).all())
+    return reached
+
+
+def test_only_some_parts_are_trained():
+    """The others keep their values, whatever the loss and the decay of weights would do to them."""
+    drafter, frozen, batch = setting()
+    options = config_dict.ConfigDict({"lr": 1e-2, "warmup_steps": 0, "decay_steps": None, "b1": 0.9, "b2": 0.99,
+                                      "weight_decay": 0.1, "clip": 1.0})
+    for trained in (("confidence",), ("backbone", "transition")):
+        optimizer = objective.make_optimizer(options, 10, trained)
+        step = jax.jit(objective.make_step(drafter.config, LossWeights(**ALL), optimizer, anchors=7, trained=trained))
+        params, _, metrics = step(drafter.params, optimizer.init(drafter.params), frozen, batch, jax.random.key(3), 0)
+        for name, part in params.items():
+            changed = [np.any(a != b) for a, b in zip(jax.tree.leaves(part), jax.tree.leaves(drafter.params[name]))]
+            assert all(changed) if name in trained else not any(changed), name
+        blocks = parts(drafter, frozen, batch)
+        _, gradient = loss_and_gradient(LossWeights(**ALL), 7, drafter, frozen, batch, blocks)
+        close(metrics["gradient_norm"], optax.tree.norm({name: gradient[name] for name in trained}), 1e-5)
+
+
 def test_accept_rates_are_those_of_verification():
     """With a reduced draft vocabulary too: alpha = sum over the draft vocabulary of min(p, q), q over all tokens."""
     drafter, frozen, batch = setting()
+    first = parts(drafter, frozen, batch)["anchors"][:2, 2] + 1
+    batch = batch | {"tokens": batch["tokens"].at[jnp.arange(2), first].set(4)}  # no draft can be this label
     blocks = parts(drafter, frozen, batch)
     (_, terms), _ = loss_and_gradient(LossWeights(), 3, drafter, frozen, batch, blocks)
     _, logits, _, q = arrays(drafter, frozen, batch, blocks)
     alpha = np.minimum(softmax(logits), q[..., IDS]).sum(-1)
-    mask = np.asarray(blocks["mask"])
+    mask, reached = np.asarray(blocks["mask"]), slow_reached(batch, blocks)
+    assert (reached & ~mask).any()  # what is proposed for a token that can't be drafted is counted: it is rejected
     metrics = losses.metrics_of(terms)
-    close(metrics["accept_rate"], (alpha * mask).sum((0, 1)) / mask.sum((0, 1)))
-    close(metrics["expected_accepted_length"], (1 + np.cumprod(alpha * mask, -1).sum(-1))[mask.any(-1)].mean())
+    close(metrics["accept_rate"], (alpha * reached).sum((0, 1)) / reached.sum((0, 1)))
+    close(metrics["expected_accepted_length"], (1 + np.cumprod(alpha * reached, -1).sum(-1))[reached.any(-1)].mean())
+    w = np.asarray(losses.position_weights(reached, 4.0))
+    bce = lambda s: -(alpha * np.log(s) + (1 - alpha) * np.log1p(-s))
+    inputs = objective.head_inputs(drafter.config, LossWeights(), drafter.params, frozen, batch, blocks)
+    close(metrics["confidence"], (w * bce(1 / (1 + np.exp(-np.float64(inputs[1]["confidence"]))))).sum() / w.sum())
     w = np.asarray(losses.position_weights(mask, 4.0))
     close(metrics["l1"], (w * 2 * (1 - alpha)).sum() / w.sum())
+
+
+def test_accept_rates_of_a_lattice():
+    """Drafts are drawn among the M best of the base logits, so alpha is of the law over these, renormalised."""
+    drafter, frozen, batch = setting(execution="lattice", candidates=3)
+    blocks = parts(drafter, frozen, batch)
+    (_, terms), _ = loss_and_gradient(LossWeights(), 3, drafter, frozen, batch, blocks)
+    base, logits, _, q = arrays(drafter, frozen, batch, blocks)
+    reached, alpha = np.asarray(blocks["reached"]), np.zeros(base.shape[:-1])
+    for i in np.ndindex(alpha.shape):
+        ids = slow.top(base[i], 3)
+        alpha[i] = np.minimum(softmax(logits[i][ids]), q[i][IDS[ids]]).sum()
+    found = losses.metrics_of(terms)
+    close(found["accept_rate"], (alpha * reached).sum((0, 1)) / reached.sum((0, 1)))
+    w, s = np.asarray(losses.position_weights(reached, 4.0)), 1 / (1 + np.exp(-np.float64(
+        objective.head_inputs(drafter.config, LossWeights(), drafter.params, frozen, batch, blocks)[1]["confidence"])))
+    close(found["confidence"], -(w * (alpha * np.log(s) + (1 - alpha) * np.log1p(-s))).sum() / w.sum())
 
 
 @pytest.mark.parametrize("policy", ["exclude", "inject"])

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+import pairs
 from dspark_jax.data import target_cache
 from dspark_jax.data.target_cache import RECORD, TargetCache
 from golden import GOLDENS
@@ -66,6 +67,9 @@ BAD = {
     "hidden dtype": (lambda f: edit_manifest(f, hidden_dtype="float32"), "hidden_dtype"),
     "record size": (lambda f: edit_manifest(f, index_record_size=64), "index_record_size"),
     "layer ids": (lambda f: edit_manifest(f, target_layer_ids=[2, 0]), "target_layer_ids"),
+    "layer id base": (lambda f: edit_manifest(f, layer_id_base=2), "layer_id_base: 2; must be 0 or 1"),
+    "layer ids in base 1": (lambda f: edit_manifest(f, layer_id_base=1, target_layer_ids=[-1, 2]), "at least 0"),
+    "final norm": (lambda f: edit_manifest(f, final_normed=1), "final_normed"),
     "another width": (lambda f: edit_manifest(f, hidden_size=97), "samples.idx: record"),
     "more samples": (lambda f: edit_manifest(f, num_samples=4), "samples.idx"),
     "no index": (lambda f: (f / "samples.idx").unlink(), "samples.idx"),
@@ -92,6 +96,29 @@ def test_damaged_caches_are_one_clear_line(case, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         TargetCache(folder)
     assert str(folder) in str(error.value) and part in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_cache_fits_the_target_that_made_it(tmp_path):
+    """And a wrong base, a wrong word on the norm and another target are found."""
+    target, folder = pairs.target("dspark/target"), tmp_path / "cache"
+    target_cache.check_fits(TargetCache(GOLDENS / "dspark/cache_v2"), target)
+    shutil.copytree(GOLDENS / "dspark/cache_v2", folder)
+    for fields, message in (({"layer_id_base": 1, "target_layer_ids": [1, 3]}, None),
+                            ({"target_layer_ids": [0, 3]}, "those of layer -1 are nearest to the target's layer 0"),
+                            ({"target_layer_ids": [0, 1], "layer_id_base": 0}, "those of layer 1 are nearest to the"),
+                            ({"target_layer_ids": [0, 40]}, "target_layer_ids: [0, 40]; the target's layers are 0.."),
+                            ({"target_layer_ids": [0, 2], "final_normed": False}, "they are nearer to those after")):
+        edit_manifest(folder, **fields)
+        if message is None:
+            cache = TargetCache(folder)
+            assert cache.target_layer_ids == (0, 2) and cache.final_normed
+            target_cache.check_fits(cache, target)
+        else:
+            with pytest.raises(ValueError) as error:
+                target_cache.check_fits(TargetCache(folder), target)
+            assert str(error.value).startswith(str(folder)) and message in str(error.value)
+    with pytest.raises(ValueError, match="hidden_size: 96; the target's is 32"):
+        target_cache.check_fits(TargetCache(folder), pairs.random_target())
 
 
 def test_an_empty_sample_is_allowed(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 
 from dspark_jax.checkpoints import gguf
-from dspark_jax.data import assets, conversations, sources
+from dspark_jax.data import assets, sources
+from dspark_jax.data.documents import Documents
 from dspark_jax.tokenizer import TextStream, Tokenizer
 
 TEXTS = [
@@ -227,9 +228,10 @@ def test_smollm2_text_survives(smollm2):
 
 @pytest.mark.target
 def test_smollm2_prompts_are_those_of_the_shipped_tokens(smollm2):
-    tokens = conversations.OnPolicyTokens.load(sources.SHIPPED_TOKENS)
-    for i in range(0, len(tokens), 7):
-        prompt = tokens.conversation(i)[0].tolist()
+    shipped = Documents.load(sources.SHIPPED_TOKENS)
+    for i in range(0, len(shipped), 7):
+        ids, by_assistant = shipped.document(i)
+        prompt = ids[~by_assistant].tolist()
         text = smollm2.decode(prompt, control_tokens=True)
         user = text.split("<|im_start|>user\n")[1].removesuffix("<|im_end|>\n<|im_start|>assistant\n")
         assert smollm2.chat([{"role": "user", "content": user}]) == prompt

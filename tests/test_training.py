@@ -21,6 +21,7 @@ import pairs
 import tiny_run
 from dspark_jax import target as target_lib
 from dspark_jax.checkpoints import huggingface
+from dspark_jax.data.documents import Documents
 from train import batches, bigram, features, loop, objective
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -92,6 +93,26 @@ def test_killed_run_ends_like_one_that_was_not(run, tokens, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cached", [True, False])
+def test_packed_chat_data_trains(tokens, tmp_path, capsys, cached):
+    """Rows of JSON lines, packed into rows that hold several: read, reported, trained on."""
+    documents, file = Documents.load(tokens), tmp_path / "chat.jsonl"
+    rows = [dict(zip(("input_ids", "loss_mask"), (a.astype(int).tolist() for a in documents.document(i))))
+            for i in range(len(documents))]
+    file.write_text("\n".join(json.dumps(row) for row in [*rows, {"input_ids": [3], "loss_mask": [1]}]))
+    config = tiny_run.config(file)
+    config.steps, config.optimizer.warmup_steps, config.data.row_length, config.batch.sequences = 12, 1, 100, 2
+    config.features.cached = cached
+    loop.train(config, tmp_path / "run", tiny_run.target())
+    out = capsys.readouterr().out
+    assert f"{file}: {len(documents)} documents" in out
+    assert "dropped: 1 rows with fewer than 2 tokens, the first in line 25" in out
+    steps = lines(tmp_path / "run")
+    assert len(steps) == 12 and all(np.isfinite(s["loss"]) and s["blocks"] > 0 for s in steps)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+@pytest.mark.slow
 def test_finished_run_is_not_trained_again(run, tokens):
     workdir, drafter = run
     before = (workdir / "metrics.jsonl").read_text()
@@ -111,7 +132,7 @@ def test_another_config_in_the_same_directory_is_refused(run, tokens):
         loop.train(config, workdir, tiny_run.target())
     message = str(error.value)
     assert message.startswith(f"{workdir / 'config.json'}: this run was started with another config")
-    assert "seed" in message and "optimizer" in message and "\n" not in message
+    assert "optimizer.lr: 0.01 there, 0.02 now; seed: 3 there, 4 now" in message and "\n" not in message
     assert before == {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
 
 
@@ -169,6 +190,7 @@ def test_damaged_run_directory(run, tmp_path):
     ("batch", "micro_steps", 3, "batch.micro_steps: 3; must divide batch.sequences, 4"),
     ("batch", "anchors_per_chunk", 0, "batch.anchors_per_chunk: 0; must be at least 1"),
     ("loss", "position_weights", "linear", "loss.position_weights: unknown name 'linear'; allowed: decay, adaptive"),
+    ("data", "row_length", 39, "data.row_length: 39; must be at least data.max_length, 40"),
     ("data", "source_weights", {"gsm8k": 0.0, "chat": 0.0}, "batch.sequences: 4; must lie in [1, 0]"),
 ])
 def test_bad_training_config(tokens, tmp_path, section, field, value, message):
@@ -179,6 +201,22 @@ def test_bad_training_config(tokens, tmp_path, section, field, value, message):
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "checkpoints").exists()  # so the mistake can be put right in the same directory
     assert field in ("rank", "transition_init") or not (tmp_path / "features").exists()  # before the long work
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("log_every", 0, "log_every: 0; must be at least 1"),
+    ("checkpoint_keep", 0, "checkpoint_keep: 0; must be at least 1"),
+    ("checkpoint_keep_every", 0, "checkpoint_keep_every: 0; must be at least 1"),
+    ("evaluation.every", -1, "evaluation.every: -1; must be at least 0"),
+    ("profile", "7:5", "profile: '7:5'; must be a number of steps"),
+])
+def test_bad_options_of_a_run(tokens, tmp_path, field, value, message):
+    config = tiny_run.config(tokens)
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(ValueError) as error:
+        loop.train(config, tmp_path, tiny_run.target())
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "features").exists()
 
 
 def test_bigram_start_without_tables(tokens, tmp_path):
@@ -286,12 +324,13 @@ def test_online_equals_cached(tokens, tmp_path):
     sequences = [rng.integers(0, tiny_run.VOCABULARY, n) for n in (40, 25, 33, 40)]
     cached = features.compute(target, sequences, taps, tmp_path)
     rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
+    documents = Documents.pack([(s, np.arange(len(s)) >= n, "") for s, n in zip(sequences, [4, 5, 3, 6])])
     frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows, "target_head": target.head_rows(),
               "target_to_draft": loop.inverse(np.arange(20), tiny_run.VOCABULARY), "target": target.params}
     optimizer = objective.make_optimizer(config.optimizer, config.steps)
     results = []
     for online, given in ((None, rows), ((target.config, taps), None)):
-        batch = batches.assemble(sequences, [4, 5, 3, 6], given, [0, 1, 2, 3], 40)
+        batch = batches.assemble(documents, given, [0, 1, 2, 3], 40, 40)
         batch = {name: jnp.asarray(a) for name, a in batch.items() if a is not None}
         assert ("features" in batch) == (online is None)
         step = jax.jit(objective.make_step(
@@ -318,13 +357,15 @@ def test_batches():
 
 def test_assemble():
     sequences = [np.arange(1, 6), np.arange(10, 22), np.arange(30, 33)]
+    documents = Documents.pack([(s, np.arange(len(s)) >= n, "") for s, n in zip(sequences, [2, 4, 3])])
     rows = [np.full((len(s), 2), i, ml_dtypes.bfloat16) for i, s in enumerate(sequences)]
-    batch = batches.assemble(sequences, [2, 4, 3], lambda i: rows[i], [1, 0, 2], 8)
+    batch = batches.assemble(documents, lambda i: rows[i], [1, 0, 2], 8, 8)
     assert batch["tokens"].tolist() == [list(range(10, 18)), [1, 2, 3, 4, 5, 0, 0, 0], [30, 31, 32, 0, 0, 0, 0, 0]]
     assert batch["loss_mask"].tolist() == [[0] * 4 + [1] * 4, [0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
     assert batch["features"].shape == (3, 8, 2) and batch["features"].dtype == ml_dtypes.bfloat16
     assert batch["features"].astype(int)[..., 0].tolist() == [[1] * 8, [0] * 8, [2, 2, 2, 0, 0, 0, 0, 0]]
-    assert batches.assemble(sequences, [2, 4, 3], None, [0], 8)["features"] is None
+    without = batches.assemble(documents, None, [0], 8, 8)
+    assert without["features"] is None and without["documents"] is None
 
 
 def test_bigram_tables():

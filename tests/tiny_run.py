@@ -9,8 +9,8 @@ import numpy as np
 from ml_collections import config_dict
 
 import pairs
-from dspark_jax.data.conversations import OnPolicyTokens
-from train import loop
+from dspark_jax.data.documents import Documents
+from train import loop, metrics_log
 
 VOCABULARY, STEPS = 24, 30
 
@@ -29,15 +29,17 @@ def write_tokens(path, conversations=24):
         for _ in range(int(rng.integers(20, 45))):
             chain.append(int(followers[chain[-1], rng.integers(3)]))
         cut = int(rng.integers(3, 8))
-        rows.append((chain[:cut], chain[cut:], 1.0, "gsm8k" if i % 3 else "chat"))
-    OnPolicyTokens.pack(rows).save(path)
+        rows.append((chain, np.arange(len(chain)) >= cut, "gsm8k" if i % 3 else "chat"))
+    Documents.pack(rows).save(path)
 
 
 def config(tokens):
     """Every field of configs/, at sizes that train in seconds; written out, so that recipes can change without it."""
     sections = {
-        "target": "tests/tiny_run.py", "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "compute_dtype": "float32", "seed": 3, "steps": STEPS, "checkpoint_every": 5, "init_from": None,
-        "data": {"tokens": str(tokens), "conversations": None, "max_length": 40, "source_weights": {"gsm8k": 3.0}},
+        "target": "tests/tiny_run.py", "seed": 3, "steps": STEPS, "checkpoint_every": 5, "init_from": None,
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "compute_dtype": "float32", "checkpoint_keep": 2, "checkpoint_keep_every": None, "log_every": 1, "profile": None,
+        "data": {"tokens": str(tokens), "conversations": None, "max_length": 40, "row_length": None,
+                 "source_weights": {"gsm8k": 3.0}},
         "features": {"cached": True, "directory": None},
         "drafter": {
             "num_hidden_layers": 1, "intermediate_size": 32, "conv_kernel_size": 0, "block_length": 3,
@@ -48,21 +50,21 @@ def config(tokens):
         "loss": {"ce": 0.1, "l1": 0.9, "confidence": 0.1, "decay": 4.0, "position_weights": "decay"},
         "optimizer": {
             "lr": 1e-2, "warmup_steps": 3, "decay_steps": None, "b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "clip": 1.0},
-        "evaluation": {"prompts": 0, "max_new_tokens": 8, "blocks_every": 10},
+        "evaluation": {"prompts": 0, "max_new_tokens": 8, "every": 0, "blocks_every": 10},
     }
     return config_dict.ConfigDict(sections)
 
 
 def main(workdir, tokens, kill_at=None):
     if kill_at is not None:
-        write = loop._Metrics.write
+        write = metrics_log.MetricsLog.write
 
         def write_and_die(self, step, values):
             write(self, step, values)
             if step == int(kill_at):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        loop._Metrics.write = write_and_die
+        metrics_log.MetricsLog.write = write_and_die
     loop.train(config(tokens), workdir, target())
 
 

@@ -1,30 +1,61 @@
-"""Batches of token sequences as a pure function of (seed, step), so that a resumed run sees what it would have seen."""
+"""Batches of documents as a pure function of (seed, step), so that a resumed run sees what it would have seen."""
 
 import numpy as np
 
 
 def choose(lengths, weights, batch, seed, step):
-    """Indices int [batch] of the sequences of one step: without replacement, probability proportional to
-    weight * length (anchors are drawn per sequence, so this makes them roughly uniform over tokens where weights are 1)."""
+    """Indices int [batch] of the documents of one step, one a row: without replacement, probability proportional to
+    weight * length (anchors are drawn per document, so this makes them roughly uniform over tokens where weights are
+    1)."""
     p = np.asarray(lengths, np.float64) * weights
     return np.random.default_rng([seed, step]).choice(len(p), size=batch, replace=False, p=p / p.sum())
 
 
-def assemble(sequences, prompt_lengths, rows, chosen, length):
-    """-> dict of tokens int32 [B, S], loss_mask float32 [B, S] (1 on answer tokens), features bfloat16 [B, S, W] or None.
+def choose_packed(lengths, weights, batch, length, seed, step):
+    """Lists of the documents of one step, one for each of ``batch`` rows of ``length`` tokens, none of them empty.
 
-    ``rows(i)`` gives the stored feature rows of sequence i, or ``rows`` is None. Longer sequences are cut at S.
+    Documents are drawn as in `choose`, up to the first with which there would be more tokens than places. The longest
+    is placed first, each into the row that is emptiest then; one that fits nowhere is left for another step.
+    ``lengths``: at most ``length``, those of at least ``batch`` documents with a weight above 0.
     """
-    tokens = np.zeros((len(chosen), length), np.int32)
+    lengths = np.asarray(lengths)
+    with np.errstate(divide="ignore"):  # the order of exponential waiting times is that of draws without replacement
+        waiting = np.random.default_rng([seed, step]).exponential(size=len(lengths)) / (lengths * weights)
+    order = np.argsort(waiting, kind="stable")[:np.count_nonzero(weights)]
+    drawn = order[:np.searchsorted(np.cumsum(lengths[order]), batch * length, side="right")]
+    rows, free = [[] for _ in range(batch)], np.full(batch, length)
+    for i in drawn[np.argsort(-lengths[drawn], kind="stable")]:
+        emptiest = np.argmax(free)
+        if lengths[i] <= free[emptiest]:
+            rows[emptiest].append(int(i))
+            free[emptiest] -= lengths[i]
+    return rows
+
+
+def assemble(documents, rows, chosen, length, max_length):
+    """The arrays of a batch of B rows of S = ``length`` tokens, documents cut after ``max_length``.
+
+    documents: `dspark_jax.data.documents.Documents`. rows: rows(i) gives the stored feature rows of document i; None:
+    there are none. chosen: one document for each row, or where rows are packed a list of them.
+
+    -> tokens int32 [B, S], loss_mask float32 [B, S], features bfloat16 [B, S, W] or None, and documents int32 [B, S],
+    which document of its row each token belongs to, counted from 1, padding 0; None where rows are not packed.
+    """
+    packed = np.ndim(chosen[0]) == 1
+    tokens, numbers = np.zeros((2, len(chosen), length), np.int32)
     loss_mask = np.zeros((len(chosen), length), np.float32)
     features = None
-    for b, i in enumerate(chosen):
-        s = sequences[i][:length]
-        tokens[b, :len(s)] = s
-        loss_mask[b, prompt_lengths[i]:len(s)] = 1
-        if rows is not None:
-            r = rows(i)[:length]
-            if features is None:
-                features = np.zeros((len(chosen), length, r.shape[1]), r.dtype)
-            features[b, :len(s)] = r
-    return {"tokens": tokens, "loss_mask": loss_mask, "features": features}
+    for b, row in enumerate(chosen):
+        end = 0
+        for number, i in enumerate(np.atleast_1d(row), 1):
+            ids, mask = documents.document(i)
+            begin, end = end, end + min(len(ids), max_length)
+            size = end - begin
+            tokens[b, begin:end], loss_mask[b, begin:end] = ids[:size], mask[:size]
+            numbers[b, begin:end] = number
+            if rows is not None:
+                stored = rows(i)[:size]
+                if features is None:
+                    features = np.zeros((len(chosen), length, stored.shape[1]), stored.dtype)
+                features[b, begin:end] = stored
+    return {"tokens": tokens, "loss_mask": loss_mask, "features": features, "documents": numbers if packed else None}

@@ -76,7 +76,7 @@ def main():
     if _HEAD_CANDIDATES.value > _HEAD_VOCAB.value:
         raise ValueError(f"--head_candidates={_HEAD_CANDIDATES.value}: allowed: 1 to {_HEAD_VOCAB.value}, "
                          "the vocabulary")
-    numbers = {flag.name: _numbers(flag) for flag in (_HEAD_DRAFTS, _HEAD_BATCHES, _DECODE_DRAFTS, _DECODE_BATCHES)}
+    numbers = {flag.name: command_line.whole_numbers(flag) for flag in (_HEAD_DRAFTS, _HEAD_BATCHES, _DECODE_DRAFTS, _DECODE_BATCHES)}
     torch_python = benchmark_train.torch_interpreter(_TORCH_PYTHON.value) if "train" in parts else None
     if _OUT.value:
         pathlib.Path(_OUT.value).parent.mkdir(parents=True, exist_ok=True)
@@ -111,13 +111,6 @@ def main():
             pathlib.Path(_OUT.value).write_text(json.dumps(results, indent=2) + "\n")
     machine = ", ".join(f"{name} {value}" for name, value in measure.machine().items())
     print(f"measured on: {machine}, memory read at {rate / 1e9:.1f} GB/s")
-
-
-def _numbers(flag):
-    """The whole numbers of a list flag, without repetitions."""
-    if not flag.value or not all(text.isascii() and text.isdigit() and int(text) for text in flag.value):
-        raise ValueError(f"--{flag.name}={','.join(flag.value)}: allowed: whole numbers of at least 1, such as 1,8")
-    return list(dict.fromkeys(map(int, flag.value)))
 
 
 def _prompts(target, count):

@@ -61,10 +61,11 @@ def compile_loss(weights, *, anchors, T, V, D, R, size, reduced=None):
     rows = {"hidden": of(1, anchors, T, D), "phi": of(1, anchors, T, R), "confidence": of(1, anchors, T)}
     fixed = {"head_rows": of(reduced or V, D), "target_head": of(V, D) if reduced else None}
     fixed_rows = {"final": of(1, anchors, T, D), "labels": of(1, anchors, T, dtype=jnp.int32),
-                  "mask": of(1, anchors, T, dtype=jnp.bool_)}
+                  **{name: of(1, anchors, T, dtype=jnp.bool_) for name in ("mask", "reached")}}
 
     def loss(shared, rows, fixed, fixed_rows):
-        fixed |= {"weights": weights.at(0), "denominators": loss_denominators(weights, fixed_rows["mask"])}
+        denominators = loss_denominators(weights, fixed_rows["mask"], fixed_rows["reached"])
+        fixed |= {"weights": weights.at(0), "denominators": denominators}
         f = functools.partial(objective.chunk_loss, config, weights)
         return chunks.sum_in_chunks(f, size, shared, rows, fixed, fixed_rows)
 

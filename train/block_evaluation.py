@@ -47,8 +47,10 @@ def chunk_metrics(config, shared, rows, fixed, fixed_rows, mesh):
     ``fixed_rows`` the "anchors" tokens."""
     base, logits, target_logits, log_normalizer = objective.laws(config, shared, rows, fixed, fixed_rows)
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
-    terms = losses.drafter_terms(logits, target_logits, labels, mask, rows["confidence"], log_normalizer=log_normalizer)
     choose = candidates.over_mesh(mesh, "tensor", sharding.BATCH)
+    terms = losses.drafter_terms(
+        logits, target_logits, labels, mask, rows["confidence"], log_normalizer=log_normalizer, reached=fixed_rows["reached"],
+        accept=objective.lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose))
     ids, _ = choose(base, min(config.candidates, config.draft_vocab_size))
     if log_normalizer is None:
         log_normalizer = jax.nn.logsumexp(target_logits, axis=-1)

@@ -76,6 +76,13 @@ def _names(value, prefix):
     return [name for key, inner in value.items() for name in _names(inner, f"{prefix}.{key}")]
 
 
+def whole_numbers(flag) -> list[int]:
+    """The values of a list flag without repetitions. Raises ValueError unless all are whole numbers of at least 1."""
+    if not flag.value or not all(text.isascii() and text.isdigit() and int(text) for text in flag.value):
+        raise ValueError(f"--{flag.name}={','.join(flag.value)}: allowed: whole numbers of at least 1, such as 1,8")
+    return list(dict.fromkeys(map(int, flag.value)))
+
+
 def is_bad_input(error: Exception) -> bool:
     """Whether a program ends with one line and exit code 2 where this is raised, rather than with a traceback."""
     if isinstance(error, (AssetError, OSError)):

@@ -80,9 +80,10 @@ def compute(target, sequences, taps, directory, batch=16, progress=None):
     return Features(rows, starts)
 
 
-def rows_of(config, params, tokens, taps):
-    """tokens int [B, S] -> bfloat16 [B, S, (taps+1) * D]: tapped states, then the final-normed one."""
-    hidden, tapped = target_lib.forward(config, params, tokens, taps)
+def rows_of(config, params, tokens, taps, documents=None):
+    """tokens int [B, S] -> bfloat16 [B, S, (taps+1) * D]: tapped states, then the final-normed one. documents
+    int [B, S]: of packed rows."""
+    hidden, tapped = target_lib.forward(config, params, tokens, taps, documents)
     return jnp.concatenate([*tapped, hidden], axis=-1).astype(jnp.bfloat16)
 
 

@@ -4,17 +4,15 @@ Everything random is a function of (seed, step), so a run that was killed goes o
 the parameters it would have had.
 """
 
-import contextlib
 import dataclasses
-import json
-import os
+import functools
 import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorboardX
+import optax
 import tqdm
 from absl import logging
 
@@ -22,60 +20,76 @@ from dspark_jax import drafter as drafter_lib
 from dspark_jax import loading, sharding
 from dspark_jax.backbone import Attention, BackboneConfig
 from dspark_jax.checkpoints import run as run_checkpoints
-from dspark_jax.data import sources
-from dspark_jax.data.conversations import OnPolicyTokens
-from train import batches, bigram, features, measure, programs
+from dspark_jax.data import chat, sources
+from dspark_jax.data.documents import Documents
+from train import (
+    batches,
+    bigram,
+    features,
+    held_out,
+    metrics_log,
+    programs,
+    run_config,
+    signals,
+    step_trace,
+)
 
 
-def train(config, workdir, target=None):
+def train(config, workdir, target=None, stop=None):
     """Train as ``config`` says (see configs/) in ``workdir`` -> the final `Drafter`.
 
-    Writes there: config.json, drafter.json (what `load_drafter` needs), metrics.jsonl (one line a step), tensorboard/,
-    checkpoints/. Raises ValueError if the directory holds a run with another config.
+    stop: a `signals.StopRequest`. Once it has come, the step is finished and saved, and SystemExit raised.
+
+    Writes there: config.json, drafter.json (what `load_drafter` needs), metrics.jsonl (`train.metrics_log`),
+    tensorboard/, checkpoints/, and profile/ where ``config.profile`` names steps. Prints a table at the end. Raises
+    ValueError if the directory holds a run with another config.
     """
-    workdir = pathlib.Path(workdir)
+    workdir, stop = pathlib.Path(workdir), stop or signals.StopRequest()
     workdir.mkdir(parents=True, exist_ok=True)
     mesh, writes = sharding.make_mesh(config.get("mesh", {})), jax.process_index() == 0
-    if writes:
-        _claim(workdir, config)
+    run_config.claim(workdir, config)
     with _whole_arrays(mesh):
         target = target or loading.load_target(config.target)
     model = drafter_config(config.drafter, target.config)  # what is wrong with the config shows before the long work
     drafter_lib.check_fit(model, target.config)
-    prompts = _held_out_prompts(config.evaluation, target)
+    prompts = held_out.prompts(config.evaluation, target)
     if not 2 <= config.data.max_length <= target.config.max_position_embeddings:
         raise ValueError(f"data.max_length: {config.data.max_length}; must lie in "
                          f"[2, {target.config.max_position_embeddings}], the target's context")
-    for name, value in (("checkpoint_every", config.checkpoint_every), ("batch.anchors", config.batch.anchors),
+    row_length = config.data.get("row_length")
+    if row_length is not None and row_length < config.data.max_length:
+        raise ValueError(f"data.row_length: {row_length}; must be at least data.max_length, {config.data.max_length}")
+    for name, value in (("checkpoint_every", config.checkpoint_every), ("checkpoint_keep", config.checkpoint_keep),
+                        ("checkpoint_keep_every", config.checkpoint_keep_every), ("log_every", config.log_every),
+                        ("batch.anchors", config.batch.anchors),
                         ("batch.anchors_per_chunk", config.batch.anchors_per_chunk),
                         ("batch.micro_steps", config.batch.micro_steps)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: {value}; must be at least 1")
-    if config.evaluation.blocks_every < 0:
-        raise ValueError(f"evaluation.blocks_every: {config.evaluation.blocks_every}; must be at least 0")
+    for name in ("every", "blocks_every"):
+        if config.evaluation[name] < 0:
+            raise ValueError(f"evaluation.{name}: {config.evaluation[name]}; must be at least 0")
+    step_trace.StepTrace(config.profile, 0, workdir)
     if config.evaluation.prompts and jax.process_count() > 1:
         raise ValueError(f"evaluation.prompts: {config.evaluation.prompts}; only 0 is allowed with several processes")
     program = programs.build(config, model, target.config, mesh)
 
     # ---------------------------------------------------------------- data
     token_file = config.data.tokens or sources.SHIPPED_TOKENS
-    data = OnPolicyTokens.load(token_file)
-    data = data if config.data.conversations is None else data.first(config.data.conversations)
-    if len(data.tokens) == 0 or int(data.tokens.max()) >= target.config.vocab_size:
-        raise ValueError(f"data.tokens: {token_file}: must hold ids of the target's vocabulary "
-                         f"[0, {target.config.vocab_size}), and not be empty")
-    sequences = [np.concatenate(data.conversation(i)) for i in range(len(data))]
-    lengths = np.minimum([len(s) for s in sequences], config.data.max_length)
+    data = _read_documents(token_file, config.data, target)
+    sequences = [data.document(i)[0] for i in range(len(data))]
+    lengths = np.minimum(data.length.astype(np.int64), config.data.max_length)
     weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
     if not 1 <= config.batch.sequences <= np.count_nonzero(weights):
         raise ValueError(f"batch.sequences: {config.batch.sequences}; must lie in [1, {np.count_nonzero(weights)}], "
                          f"the conversations of {token_file} whose source has a weight")
+    choose = functools.partial(batches.choose_packed, length=row_length) if row_length else batches.choose
     taps = tuple(config.drafter.target_layer_ids)
     rows = None
     if config.features.cached:
         directory = pathlib.Path(config.features.directory or workdir / "features")
         with sharding.first_process_first():
-            cached = _compute_features(target, sequences, taps, directory)
+            cached = _compute_features(target, sequences, taps, directory, stop)
         rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
 
     # ------------------------------------------------------------- drafter
@@ -94,7 +108,7 @@ def train(config, workdir, target=None):
     frozen = sharding.place(frozen, sharding.shardings(mesh, frozen), programs.compute_dtype(config))
     params = sharding.place(drafter.params, sharding.shardings(mesh, drafter.params))
     rows_here = sharding.own_rows(mesh, config.batch.sequences)
-    manager = run_checkpoints.open_manager(workdir)
+    manager = run_checkpoints.open_manager(workdir, config.checkpoint_keep, config.checkpoint_keep_every)
     start, state = run_checkpoints.restore(manager, {"params": params, "opt_state": program.start(params)})
     params, opt_state = state["params"], state["opt_state"]
     if start:
@@ -102,32 +116,56 @@ def train(config, workdir, target=None):
 
     # ---------------------------------------------------------------- loop
     positions = config.batch.sequences * config.batch.anchors * model.block_length
-    with _Metrics(workdir, start) if writes else contextlib.nullcontext() as metrics, tqdm.tqdm(
+    trace = step_trace.StepTrace(config.profile, start, workdir / "profile")
+    with metrics_log.MetricsLog(workdir, start) as log, tqdm.tqdm(
             total=config.steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.05, disable=not writes) as bar:
-        for step in range(start, config.steps):
-            began = time.monotonic()
-            chosen = batches.choose(lengths, weights, config.batch.sequences, config.seed, step)
-            batch = batches.assemble(sequences, data.prompt_len, rows, chosen[rows_here], config.data.max_length)
-            batch = sharding.assemble(mesh, batch, len(chosen))
-            evaluated = {}
+
+        def decode_held_out(done):
+            if held_out.is_due(config.evaluation, done, config.steps) and done not in log.held_out:
+                bar.set_postfix_str("decoding held-out prompts")
+                length = held_out.accepted_length(
+                    target, drafter_lib.attach(model, sharding.whole(params), target, draft_ids), prompts,
+                    config.evaluation.max_new_tokens, stop)
+                if length is not None:
+                    log.write(done, {metrics_log.HELD_OUT: round(length, 6)})
+
+        done = start
+        decode_held_out(done)
+        since, began = done, time.monotonic()
+        while not (stopped := stop.agreed()) and done < config.steps:
+            step, done = done, done + 1
+            chosen = choose(lengths, weights, config.batch.sequences, seed=config.seed, step=step)
+            here = [chosen[i] for i in rows_here]
+            batch = batches.assemble(data, rows, here, row_length or config.data.max_length, config.data.max_length)
+            batch = {name: array for name, array in batch.items() if array is not None}
+            batch, evaluated = sharding.assemble(mesh, batch, len(chosen)), {}
+            trace.before(step)
             if config.evaluation.blocks_every and step % config.evaluation.blocks_every == 0:
                 evaluated = program.evaluate(params, frozen, batch, step)  # the blocks of this step, not trained on yet
             params, opt_state, out = program.step(params, opt_state, frozen, batch, step)
-            out = {name: np.asarray(value).round(6).tolist() for name, value in (evaluated | out).items()}
-            out["positions_per_second"] = round(positions / (time.monotonic() - began), 1)
-            if writes:
-                metrics.write(step + 1, out)
-            bar.set_postfix_str(f"loss {out['loss']:.3f}, accepted length {out['expected_accepted_length']:.3f}, "
-                                f"{out['positions_per_second']:.0f} positions/s", refresh=False)
+            trace.after(step, out)
+            if done % config.log_every == 0 or done == config.steps or evaluated:
+                out = {name: np.asarray(value).round(6).tolist() for name, value in (evaluated | out).items()}
+                out["skipped"] = done - _updates(opt_state)
+                out["positions_per_second"] = round(positions * (done - since) / (time.monotonic() - began), 1)
+                log.write(done, out)
+                bar.set_postfix_str(f"loss {out['loss']:.3f}, accepted length {out['expected_accepted_length']:.3f}, "
+                                    f"{out['positions_per_second']:.0f} positions/s", refresh=False)
+                since, began = done, time.monotonic()
             bar.update()
-            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-                run_checkpoints.save(manager, step + 1, {"params": params, "opt_state": opt_state})
-    manager.wait_until_finished()
-    manager.close()
-    trained = drafter_lib.attach(model, sharding.whole(params), target, draft_ids)
-    if prompts:
-        _report_gain(config.evaluation, target, prompts, drafter, trained)
-    return trained
+            if done % config.checkpoint_every == 0 or done == config.steps:
+                run_checkpoints.save(manager, done, {"params": params, "opt_state": opt_state})
+            if held_out.is_due(config.evaluation, done, config.steps):
+                decode_held_out(done)
+                since, began = done, time.monotonic()
+    trace.close()
+    if stopped:
+        run_checkpoints.save(manager, done, {"params": params, "opt_state": opt_state})
+    manager.close()  # waits for what is being saved
+    if stopped:
+        signals.leave(stopped, f"step {done} of {config.steps} is saved in {workdir}")
+    _report(workdir, len(prompts))
+    return drafter_lib.attach(model, sharding.whole(params), target, draft_ids)
 
 
 def _whole_arrays(mesh):
@@ -136,20 +174,36 @@ def _whole_arrays(mesh):
     return jax.default_device(jax.local_devices(backend="cpu")[0] if mesh.size > 1 else None)
 
 
-def _held_out_prompts(options, target):
-    """``options.prompts`` token lists of each evaluation set."""
-    if options.prompts and target.tokenizer is None:
-        raise ValueError("evaluation.prompts: this target has no tokenizer; only 0 is allowed")
-    return [target.tokenizer.chat(prompt.messages) for name in sources.EVALUATION_SOURCES
-            for prompt in (sources.evaluation_prompts(name, options.prompts) if options.prompts else ())]
+def _read_documents(file, options, target):
+    """The `Documents` of a training config's ``data`` section, from chat data (.jsonl) or from a token file (.npz)."""
+    vocab_size, count = target.config.vocab_size, options.conversations
+    if str(file).endswith(".jsonl"):
+        data, report = chat.read_documents(
+            file, target.tokenizer, vocab_size, options.max_length, count,
+            progress=functools.partial(tqdm.tqdm, desc="chat data", unit="row", dynamic_ncols=True))
+        if jax.process_index() == 0:
+            print(report)
+        return data
+    data = Documents.load(file)
+    data = data if count is None else data.first(count)
+    if len(data) == 0 or int(data.tokens.max()) >= vocab_size:
+        raise ValueError(f"data.tokens: {file}: must hold ids of the target's vocabulary [0, {vocab_size}), and not be "
+                         "empty")
+    return data
 
 
-def _report_gain(options, target, prompts, before, after):
-    """Print the accepted length of both drafters on held-out prompts, greedily decoded."""
-    lengths = [measure.evaluate(target, drafter, prompts, max_new_tokens=options.max_new_tokens, plain=False,
-                                description=what).accepted_length
-               for what, drafter in (("before training", before), ("after training", after))]
-    print(f"accepted length on {len(prompts)} held-out prompts: {lengths[0]:.3f} before training, {lengths[1]:.3f} after")
+def _updates(opt_state):
+    """Steps that changed the parameters: one whose batch has nothing supervised leaves the optimizer as it was."""
+    return int(optax.tree.get_all_with_path(opt_state, "count")[0][1])
+
+
+def _report(workdir, prompts):
+    if jax.process_index() == 0:
+        lines = metrics_log.read(workdir)
+        print(metrics_log.table(lines))
+        if lengths := list(metrics_log.held_out(lines).values()):
+            print(f"accepted length on {prompts} held-out prompts: {lengths[0]:.3f} before training, "
+                  f"{lengths[-1]:.3f} after")
 
 
 def drafter_config(options, target):
@@ -183,8 +237,7 @@ def starting_drafter(config, model, target, data, sequences):
                               "drafters on the target's tables can be trained")
         params = jax.tree.map(lambda array: array.astype(jnp.float32), earlier.params)  # whatever it was stored in
         return dataclasses.replace(earlier, params=params)
-    answers = np.concatenate([data.conversation(i)[1] for i in range(len(data))])
-    draft_ids = most_frequent(answers, model.vocab_size, model.draft_vocab_size)
+    draft_ids = most_frequent(data.tokens[data.loss_mask], model.vocab_size, model.draft_vocab_size)
     params = drafter_lib.init_params(model, jax.random.key(config.seed))
     if config.drafter.transition_init == "bigram":
         if model.transition == "none":
@@ -214,59 +267,12 @@ def inverse(draft_ids, vocab_size):
     return jnp.asarray(table)
 
 
-def _compute_features(target, sequences, taps, directory):
+def _compute_features(target, sequences, taps, directory, stop):
     with tqdm.tqdm(total=len(sequences), desc="target features", unit="seq", dynamic_ncols=True) as bar:
-        return features.compute(target, sequences, taps, directory,
-                                progress=lambda done, _: bar.update(done - bar.n))
 
+        def progress(done, total):
+            bar.update(done - bar.n)
+            if stop.received:
+                signals.leave(stop.received, f"the features of {done} of {total} sequences are kept in {directory}")
 
-def _claim(workdir, config):
-    """A directory belongs to one config: training on with another one would silently mix two runs."""
-    file, text = workdir / "config.json", config.to_json(indent=2, sort_keys=True)
-    if file.exists() and (workdir / "checkpoints").exists():  # without, a mistake in the first config can be put right
-        try:
-            old, new = json.loads(file.read_bytes()), json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{file}: not JSON ({error}); choose another --workdir or delete this one") from error
-        changed = sorted(k for k in {*old, *new} - {"mesh"} if old.get(k) != new.get(k))  # it can go on on other devices
-        if changed:
-            raise ValueError(f"{file}: this run was started with another config ({', '.join(changed)} differ); "
-                             "choose another --workdir or give the same config")
-        return
-    scratch = file.with_suffix(".tmp")
-    scratch.write_text(text)
-    os.replace(scratch, file)  # a run that is killed right here must not leave half a file
-
-
-class _Metrics:
-    """metrics.jsonl, one JSON line a step, and TensorBoard. Lines of steps that are run again are dropped first."""
-
-    def __init__(self, workdir, start):
-        self.path = workdir / "metrics.jsonl"
-        kept = []
-        if self.path.exists():
-            for line in self.path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= start:
-                        kept.append(line)
-                except (json.JSONDecodeError, KeyError):
-                    pass  # the last line of a killed run can be cut off
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text("".join(line + "\n" for line in kept))
-        os.replace(scratch, self.path)
-        self.board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
-
-    def __enter__(self):
-        self.file = open(self.path, "a")
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-        self.board.close()
-
-    def write(self, step, values):
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
-        self.file.flush()
-        for name, value in values.items():
-            for i, v in enumerate(value if isinstance(value, list) else [value]):
-                self.board.add_scalar(f"train/{name}@{i}" if isinstance(value, list) else f"train/{name}", v, step)
+        return features.compute(target, sequences, taps, directory, progress=progress)

@@ -6,7 +6,8 @@ width, M candidates per position.
 ``frozen``, what is not trained: "embedding" [V, D], "head_rows" [Vd, D], "target_to_draft" int [V] (-1: not in the
 draft vocabulary); with a reduced draft vocabulary "draft_to_target" int [Vd] and "target_head" [V, D], otherwise None;
 with the target in the program "target".
-``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state.
+``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state;
+of packed rows also documents int [B, S] (see `dspark_jax.packing`).
 """
 
 import dataclasses
@@ -17,14 +18,17 @@ import jax.numpy as jnp
 import optax
 
 from dspark_jax import anchors as anchors_lib
-from dspark_jax import candidates, chunks, divergences, layers, losses, sharding, transitions
+from dspark_jax import candidates, chunks, divergences, layers, losses, packing, sharding, transitions
 from dspark_jax.drafter import base_logits, block_confidence, training_hidden
 from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominators
 from train import features as features_lib
 
 
-def make_optimizer(options, steps):
-    """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm.
+PARTS = ("backbone", "transition", "confidence")  # of a drafter's parameters
+
+
+def make_optimizer(options, steps, trained=PARTS):
+    """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm, for the ``trained`` parts.
 
     The decay ends at ``options.decay_steps``, or with the run, after ``steps``, where that is None. A run that ends
     earlier keeps a high rate for another one to go on from.
@@ -33,9 +37,13 @@ def make_optimizer(options, steps):
     if not 0 <= options.warmup_steps < decay_steps:
         raise ValueError(f"optimizer.warmup_steps: {options.warmup_steps}; must lie in [0, steps = {decay_steps})")
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.lr, options.warmup_steps, decay_steps, 0.0)
-    return optax.chain(
+    update = optax.chain(
         optax.clip_by_global_norm(options.clip),
         optax.adamw(schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay))
+    if tuple(trained) == PARTS:
+        return update
+    return optax.multi_transform({True: update, False: optax.set_to_zero()},
+                                 lambda params: {name: name in trained for name in params})
 
 
 def loss_weights(options):
@@ -51,22 +59,35 @@ def with_features(batch, frozen, online):
     """The batch with features that the target makes now: ``online`` is (target config, taps). None: as it is."""
     if online is None:
         return batch
-    return batch | {"features": features_lib.rows_of(online[0], frozen["target"], batch["tokens"], online[1])}
+    rows = features_lib.rows_of(online[0], frozen["target"], batch["tokens"], online[1], batch.get("documents"))
+    return batch | {"features": rows}
 
 
 def sample_blocks(config, batch, target_to_draft, key, anchors):
-    """Where blocks start and what they predict: "anchors", "keep" [B, N]; "predecessors" (target ids), "labels" (draft
-    ids), "mask" (supervised drafts), "sources" (positions at which the target predicts the labels) [B, N, T]."""
+    """`blocks_at` up to ``anchors`` random anchors per sequence, of packed rows shared out among the documents."""
+    return blocks_at(config, batch, target_to_draft, *anchors_lib.sample_anchors(
+        key, _supervised(batch), anchors, batch.get("documents")))
+
+
+def blocks_at(config, batch, target_to_draft, anchors, keep):
+    """What blocks at these anchors predict: "anchors", "keep" [B, N]; "predecessors" (target ids), "labels" (draft
+    ids), "mask" (supervised drafts), "reached" (those and what follows them directly: drafts that verification can come
+    to), "sources" (positions at which the target predicts the labels) [B, N, T]."""
     T, tokens = config.block_length, batch["tokens"]
-    anchors, keep = anchors_lib.sample_anchors(key, batch["loss_mask"], anchors)
     labels = target_to_draft[anchors_lib.labels(tokens, anchors, keep, T)]
     # A draft behind a token that can't be drafted is never reached: the running AND goes on over the draft vocabulary.
-    mask = anchors_lib.evaluation_mask(batch["loss_mask"], anchors, keep, T)
-    mask = jnp.cumprod(mask & (labels >= 0), axis=-1).astype(bool)
+    supervised = anchors_lib.evaluation_mask(_supervised(batch), anchors, keep, T)
+    mask = jnp.cumprod(supervised & (labels >= 0), axis=-1).astype(bool)
+    reached = supervised & jnp.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)
     return {
         "anchors": anchors, "keep": keep, "predecessors": anchors_lib.predecessors(tokens, anchors, keep, T),
-        "labels": jnp.maximum(labels, 0), "mask": mask,
+        "labels": jnp.maximum(labels, 0), "mask": mask, "reached": reached,
         "sources": anchors_lib.target_indices(anchors, keep, T, tokens.shape[1])}
+
+
+def _supervised(batch):
+    documents = batch.get("documents")
+    return batch["loss_mask"] if documents is None else packing.supervised(batch["loss_mask"], documents)
 
 
 def head_inputs(config, weights, params, frozen, batch, blocks):
@@ -75,14 +96,14 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
     features = batch["features"].astype(params["backbone"]["fc"]["weight"].dtype)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
     hidden = training_hidden(config, params, frozen["embedding"], features[..., :-width], batch["tokens"],
-                             blocks["anchors"], blocks["keep"])
+                             blocks["anchors"], blocks["keep"], batch.get("documents"))
     rows = {"hidden": hidden, "phi": transitions.teacher_forced_phi(transition, table, predecessors, hidden),
             "confidence": block_confidence(config, params, hidden, predecessors)}
     if weights.candidates and weights.candidates_stop_gradient:
         rows["candidate_phi"] = transitions.teacher_forced_phi(
             transition, table, predecessors, jax.lax.stop_gradient(hidden))
     fixed_rows = {"final": anchors_lib.gather(features[..., -width:], blocks["sources"]),
-                  "labels": blocks["labels"], "mask": blocks["mask"]}
+                  "labels": blocks["labels"], "mask": blocks["mask"], "reached": blocks["reached"]}
     shared = {name: table[name] for name in ("successor",) if name in table}
     return shared, rows, {name: frozen[name] for name in ("head_rows", "target_head")}, fixed_rows
 
@@ -102,14 +123,25 @@ def laws(config, shared, rows, fixed, fixed_rows):
     return base, logits, target_logits, log_normalizer
 
 
+def lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose):
+    """alpha [..., T] where drafts are drawn among the best of the base logits, which loses much of a flat law; None where
+    they are drawn from all tokens. choose: what finds the candidates (`dspark_jax.candidates.Choice`)."""
+    M = min(config.candidates, config.draft_vocab_size)
+    if config.execution != "lattice" or M == config.draft_vocab_size:
+        return None
+    _, best = choose(jax.lax.stop_gradient(base), M)
+    return divergences.accept_rate_among(logits, base >= best[..., -1:], target_logits, log_normalizer)
+
+
 def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidates.top_candidates):
     """The loss and the terms of some anchors, for `sum_in_chunks`. ``fixed`` also has "weights" and "denominators";
-    choose: as in `candidate_terms`."""
+    choose: as in `lattice_accept_rate`."""
     base, logits, target_logits, log_normalizer = laws(config, shared, rows, fixed, fixed_rows)
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     w = draft_weights(weights, logits, labels, mask)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, rows["confidence"], weights.decay, weights=w,
-                                 log_normalizer=log_normalizer)
+                                 log_normalizer=log_normalizer, reached=fixed_rows["reached"],
+                                 accept=lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose))
     if weights.unary:
         terms["unary"] = losses.weighted(w, divergences.cross_entropy(base, labels))
     if weights.kl:
@@ -123,7 +155,7 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidat
 def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose):
     """The candidates term, and how often the label is a candidate and is the best of them: [T] each.
 
-    choose: what finds the candidates of base logits (`dspark_jax.candidates.Choice`)."""
+    choose: as in `lattice_accept_rate`."""
     M = min(config.candidates, config.draft_vocab_size)
     if weights.candidates_stop_gradient:
         base = jax.lax.stop_gradient(base)
@@ -159,13 +191,14 @@ def chunk_size(config, mesh, sequences, anchors):
 
 
 def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, micro_steps=1, online=None, mesh=None,
-              dtype=None):
+              dtype=None, trained=PARTS):
     """-> step(params, opt_state, frozen, batch, key, number) -> (params, opt_state, metrics), number counting from 0.
 
     weights: `LossWeights`. anchors: N. anchors_per_chunk: anchors whose logits exist at one time; None: as many as fit
     into `chunks.CHUNK_BYTES`. micro_steps: parts that the batch is computed in; the update is that of the whole batch.
-    A batch without a supervised draft changes nothing ("blocks" among its metrics is 0). ``online`` is None (features
-    come with the batch) or (target config, taps): the target runs in the same program, with frozen["target"].
+    A batch without a draft that could be verified changes nothing ("blocks" among its metrics is 0). ``online`` is None
+    (features come with the batch) or (target config, taps): the target runs in the same program, with frozen["target"].
+    trained: the parts of the parameters that have a gradient; the optimizer must leave the others alone.
     mesh: where the arrays lie (`dspark_jax.sharding`); None: on one device. dtype: what forward and backward compute in;
     None: the dtype of the parameters. They, the sum of their gradients and the optimizer's state stay what they are.
     """
@@ -173,7 +206,7 @@ def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, mi
 
     def step(params, opt_state, frozen, batch, key, number):
         blocks = sample_blocks(config, batch, frozen["target_to_draft"], key, anchors)
-        denominators, at = loss_denominators(weights, blocks["mask"]), weights.at(number)
+        denominators, at = loss_denominators(weights, blocks["mask"], blocks["reached"]), weights.at(number)
         if not config.confidence:
             at.pop("confidence", None)
         sequences = len(batch["tokens"]) // micro_steps
@@ -183,8 +216,12 @@ def make_step(config, weights, optimizer, *, anchors, anchors_per_chunk=None, mi
         def part(batch, blocks):
             tables = sharding.gather(mesh, frozen, dtype)
             batch = with_features(batch, tables, online)
-            loss = lambda params: batch_loss(config, weights, sharding.gather(mesh, params, dtype), tables, batch, blocks,
-                                             at, denominators, size, choose)
+
+            def loss(params):
+                params = {name: part if name in trained else jax.lax.stop_gradient(part) for name, part in params.items()}
+                return batch_loss(config, weights, sharding.gather(mesh, params, dtype), tables, batch, blocks, at,
+                                  denominators, size, choose)
+
             return jax.value_and_grad(loss, has_aux=True)(params), None
 
         # Every part takes every micro_steps-th sequence: where sequences are sharded, each device keeps its own.

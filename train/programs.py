@@ -41,11 +41,15 @@ def build(config, model, target_config, mesh):
     """
     sharding.sequences_per_device(mesh, config.batch.sequences, config.batch.micro_steps)
     loss = objective.loss_weights(config.loss)
-    optimizer = objective.make_optimizer(config.optimizer, config.steps)
+    trained = tuple(config.drafter.get("trained", objective.PARTS))
+    if not trained or not set(trained) <= set(objective.PARTS):
+        raise ValueError(f"drafter.trained: {trained}; allowed: some of {', '.join(objective.PARTS)}")
+    optimizer = objective.make_optimizer(config.optimizer, config.steps, trained)
     online = None if config.features.cached else (target_config, tuple(config.drafter.target_layer_ids))
     options = {"anchors": config.batch.anchors, "anchors_per_chunk": config.batch.anchors_per_chunk, "online": online,
                "mesh": mesh, "dtype": compute_dtype(config)}
-    update = objective.make_step(model, loss, optimizer, micro_steps=config.batch.micro_steps, **options)
+    update = objective.make_step(
+        model, loss, optimizer, micro_steps=config.batch.micro_steps, trained=trained, **options)
     metrics_of = block_evaluation.make_evaluation(model, **options)
     params = laid(mesh, drafter_lib.abstract_params(model))
     opt_state = laid(mesh, jax.eval_shape(optimizer.init, params))

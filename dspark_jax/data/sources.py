@@ -21,6 +21,7 @@ import re
 from dspark_jax.checkpoints import gguf
 from dspark_jax.data import assets, conversations
 from dspark_jax.data.conversations import Conversation
+from dspark_jax.data.documents import Documents
 from dspark_jax.tokenizer import Tokenizer
 
 SHIPPED_TOKENS = pathlib.Path(__file__).with_name("smollm2_onpolicy.npz")
@@ -76,8 +77,9 @@ def shipped_user_words() -> set[str]:
     """The words (as `is_held_out` sees them) of every user message of the shipped token file. Fetches the target for
     its tokenizer."""
     tokenizer = Tokenizer.from_gguf(gguf.read_metadata(assets.smollm2_gguf()))
-    tokens = conversations.OnPolicyTokens.load(SHIPPED_TOKENS)
-    texts = (tokenizer.decode(tokens.conversation(i)[0], control_tokens=True) for i in range(len(tokens)))
+    shipped = Documents.load(SHIPPED_TOKENS)
+    prompts = (tokens[~loss_mask] for tokens, loss_mask in map(shipped.document, range(len(shipped))))
+    texts = (tokenizer.decode(prompt, control_tokens=True) for prompt in prompts)
     return {_words(text.rsplit("<|im_start|>user\n", 1)[1].rsplit("<|im_end|>", 1)[0]) for text in texts}
 
 

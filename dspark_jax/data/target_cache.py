@@ -6,7 +6,9 @@ A directory with manifest.json, samples.idx and the shards it names. Sample i is
     attention_mask u8 [S], loss_mask u8 [S], target_hidden_states bf16 [S, L * D], target_last_hidden_states bf16 [S, D]
 
 all little-endian. Shards are memory-mapped: a sample is read when it is asked for. The last hidden states are those
-after the target's final norm; the others are the raw outputs of the tapped layers, side by side.
+after the target's final norm; the others are the raw outputs of the tapped layers, side by side. DeepSpec's manifest
+does not say so. Two fields of ours may: "layer_id_base" (0: target_layer_ids calls the first decoder layer 0 and the
+embedding output -1; 1: these are 1 and 0) and "final_normed"; without them they are 0 and true.
 
 S tokens of a sample, L tapped layers, D model width.
 """
@@ -18,6 +20,7 @@ import pathlib
 import ml_dtypes
 import numpy as np
 
+from dspark_jax import target as target_lib
 from dspark_jax.checkpoints.fields import Fields
 
 MANIFEST, INDEX = "manifest.json", "samples.idx"
@@ -44,7 +47,8 @@ class TargetCache:
 
     Attributes:
       target: name or path of the target that made it, as its maker wrote it.
-      target_layer_ids: the taps; hidden_size: D.
+      target_layer_ids: the taps, -1 the embedding output and 0 the first decoder layer. hidden_size: D.
+      final_normed: whether the last hidden states are those after the target's final norm.
       lengths: int64 [number of samples], tokens of each.
 
     Everything is checked when it is opened: the manifest's fields, the record numbers, that every byte range lies
@@ -53,7 +57,7 @@ class TargetCache:
     """
 
     def __init__(self, directory):
-        directory = pathlib.Path(directory)
+        self.directory = directory = pathlib.Path(directory)
         fields = Fields.read(directory / MANIFEST)
         if fields.integer("version") != 2:
             fields.refuse("version", "2")
@@ -63,9 +67,9 @@ class TargetCache:
             fields.refuse("index_record_size", str(RECORD.itemsize))
         self.target = fields.text("target_model_name_or_path", "")
         self.hidden_size = fields.integer("hidden_size", least=1)
-        self.target_layer_ids = fields.integers("target_layer_ids", least=-1)
-        if not self.target_layer_ids or list(self.target_layer_ids) != sorted(set(self.target_layer_ids)):
-            fields.refuse("target_layer_ids", "strictly increasing and not empty")
+        self.target_layer_ids = check_layer_ids(
+            fields.path, fields.integers("target_layer_ids", least=-1), fields.integer("layer_id_base", 0))
+        self.final_normed = fields.boolean("final_normed", True)
         self._index = directory / INDEX
         self._shards = _shard_files(directory, fields)
         self._sizes = {shard: os.path.getsize(file) for shard, file in self._shards.items()}
@@ -140,6 +144,58 @@ class TargetCache:
                     raise ValueError(f"{file}: record {after[2]}: {after[3]} overlaps {before[3]} of record "
                                      f"{before[2]}")
         return records
+
+
+def check_layer_ids(path, layer_ids, base) -> tuple[int, ...]:
+    """Layer ids of a maker who calls the first decoder layer ``base``, as they are counted here: -1 the embedding
+    output, 0 the first decoder layer. Raises ValueError that names the path and the field."""
+    if base not in (0, 1):
+        raise ValueError(f"{path}: layer_id_base: {base!r}; must be 0 or 1, the number of the first decoder layer")
+    ids = tuple(i - base for i in layer_ids)
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1:
+        raise ValueError(f"{path}: target_layer_ids: {list(layer_ids)}; must be strictly increasing, not empty, and at "
+                         f"least {base - 1}, the embedding output")
+    return ids
+
+
+def check_fits(cache, target, tokens: int = 64) -> None:
+    """Raises ValueError that names the field unless a cache holds what the target computes, for its first tokens.
+
+    States must be nearer to those of the layers they are said to be of than to those of any other, and the last hidden
+    states nearer to the final-normed ones or to the raw ones, as `final_normed` says.
+
+    Args:
+      cache: a `TargetCache` or a `speculators_cache.SpeculatorsCache`, with tokens in it.
+      target: a `dspark_jax.target.Target`.
+      tokens: how many to run the target on, of the first sample that has any.
+    """
+    config, D, first = target.config, cache.hidden_size, int(np.argmax(cache.lengths > 0))
+    sample, where, last = cache[first], f"{cache.directory}: sample {first}", config.num_hidden_layers - 1
+    if D != config.hidden_size:
+        raise ValueError(f"{cache.directory}: hidden_size: {D}; the target's is {config.hidden_size}")
+    if cache.target_layer_ids[-1] > last:
+        raise ValueError(f"{cache.directory}: target_layer_ids: {list(cache.target_layer_ids)}; the target's layers "
+                         f"are 0..{last}")
+    ids = sample.input_ids[:tokens]
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise ValueError(f"{where}: input_ids: {ids.max()}; the target's vocabulary is [0, {config.vocab_size})")
+    layers = tuple(range(-1, config.num_hidden_layers))
+    normed, computed = target_lib.forward(config, target.params, ids[None], layers)
+    computed = dict(zip(layers, np.asarray(computed, np.float32)[:, 0]))
+
+    def nearest(stored, choices):
+        """The choice with the smallest median distance: a few tokens have states far larger than all others."""
+        stored = np.asarray(stored[:tokens], np.float32)
+        return min(choices, key=lambda name: np.median(np.linalg.norm(choices[name] - stored, axis=-1)))
+
+    for i, layer in enumerate(cache.target_layer_ids):
+        if (found := nearest(sample.target_hidden_states[:, i * D:(i + 1) * D], computed)) != layer:
+            raise ValueError(f"{where}: target_hidden_states: those of layer {layer} are nearest to the target's layer "
+                             f"{found}; another target, or another layer_id_base")
+    choices = {True: np.asarray(normed, np.float32)[0], False: computed[last]}
+    if (found := nearest(sample.target_last_hidden_states, choices)) != cache.final_normed:
+        raise ValueError(f"{where}: target_last_hidden_states: final_normed is {cache.final_normed}, but they are "
+                         f"nearer to those {'after' if found else 'before'} the target's final norm")
 
 
 def _shard_files(directory, fields):

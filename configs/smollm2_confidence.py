@@ -1,0 +1,24 @@
+"""The confidence head of a trained drafter alone, on answers that the drafter has not seen.
+
+    python -m train.main --config=configs/smollm2_confidence.py --workdir=runs/confidence \\
+        --config.init_from=drafters/smollm2-135m-dspark --config.data.tokens=runs/unseen.npz
+
+A head that learns together with its drafter learns from text that the drafter has come to know, and promises too much.
+`train.calibrate` can then only make all its promises smaller. The answers come from `train.regenerate`.
+"""
+
+from configs import smollm2
+
+
+def get_config():
+    config = smollm2.get_config()
+    config.steps = 300
+    config.drafter.block_length = 3
+    config.drafter.trained = ("confidence",)
+    config.loss.ce = config.loss.l1 = 0.0
+    config.loss.confidence = 1.0
+    config.evaluation.prompts = 0
+    config.evaluation.blocks_every = 0
+    config.optimizer.lr = 3e-3
+    config.optimizer.weight_decay = 0.0
+    return config
