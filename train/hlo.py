@@ -176,11 +176,22 @@ def product_flops(instruction, computation) -> int:
     return flops
 
 
+def is_collective(instruction) -> bool:
+    """Whether it is one, or starts one."""
+    return instruction.opcode.removesuffix("-start") in COLLECTIVES
+
+
+def hbm_bytes(arrays) -> int:
+    """Bytes of those arrays that lie in the large memory."""
+    return sum(a.bytes for a in arrays if a.hbm)
+
+
 def memory_bytes(instruction, computation, computations) -> int:
-    """What it reads from and writes to the large memory. Of an array that a fusion only slices, the slice."""
+    """What it reads from and writes to the large memory. Of an array that a fusion only slices, the slice; of those that
+    a collective works on beside a fusion, nothing."""
     if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0
-    size = lambda arrays: sum(a.bytes for a in arrays if a.hbm)
+    size = hbm_bytes
     if instruction.opcode in SLICES:
         return 2 * size(instruction.arrays)
     if instruction.opcode == "dynamic-update-slice":
@@ -190,6 +201,8 @@ def memory_bytes(instruction, computation, computations) -> int:
     if instruction.opcode != "fusion":
         return size(computation.inputs(instruction)) + size(instruction.arrays)
     inner = computations[instruction.attribute("calls").lstrip("%")]
+    beside = {(a.dtype, a.shape) for i in inner.instructions if is_collective(i) for a in (*i.arrays, *inner.inputs(i))}
+    size = lambda arrays: hbm_bytes(a for a in arrays if (a.dtype, a.shape) not in beside)
     total = 0
     for parameter in (i for i in inner.instructions if i.opcode == "parameter"):
         users = [i for i in inner.instructions if parameter.name in i.operands]
@@ -271,13 +284,20 @@ class Work:
 def work(text: str, devices: int, part=lambda scope: "") -> Work:
     """Reads a compiled program. part: name of the part that a scope ("jit(step)/.../draft_layer_0/...") belongs to."""
     flops, traffic, collectives = collections.Counter(), collections.Counter(), collections.Counter()
-    cycles, sorts, gathers = 0, [], []
+    cycles, sorts, gathers, channels = 0, [], [], set()
     for i, computation, times, fused, computations in executed(text):
         flops[part(i.scope)] += times * product_flops(i, computation)
         if not fused:
             traffic[part(_scope(i, computations))] += times * memory_bytes(i, computation, computations)
             cycles += times * sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', i.line))
-        if i.opcode.removesuffix("-start") in COLLECTIVES:
+        if is_collective(i):
+            # One that runs beside other work is repeated in each fusion that it runs beside, under the same channel.
+            channel = i.attribute("channel_id")
+            if channel in channels:
+                continue
+            channels |= {channel} - {None}
+            if fused:
+                traffic[part(i.scope)] += times * hbm_bytes((*i.arrays, *computation.inputs(i)))
             fusion = next((name for name, c in computations.items() if c is computation), "")
             kind, array, n, size, wire = _collective(i, computation, devices, fusion)
             collectives[kind, array, part(i.scope), n] += np.array([times, times * size, times * wire], object)
