@@ -27,9 +27,9 @@ def sorted_ids(logits, M):
     return np.apply_along_axis(lambda row: slow.top(row, M), -1, logits)
 
 
-# One stage, two stages, both sides of the change from one to the other, padded and not.
+# One stage and several, both sides of the change from one to the other, padded and not.
 SIZES = [(1, 1), (5, 5), (CHUNK, 1), (CHUNK + 1, 1), (3 * CHUNK, 2), (3 * CHUNK + 1, 2)]
-SIZES += [(1000, 3), (1025, 16), (40 * CHUNK - 1, 16)]
+SIZES += [(1000, 3), (1025, 16), (40 * CHUNK - 1, 16), (CHUNK**2 + 1, 1), (2 * CHUNK**2 + 3, 2)]
 
 
 @pytest.mark.parametrize("V, M", SIZES)
