@@ -3,14 +3,10 @@
 import functools
 import importlib.util
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import program

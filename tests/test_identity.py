@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from program import run, run_tiny
-from train import identity
+from train import measure
 
 
 def test_all_is_identical(tmp_path):
@@ -23,7 +23,7 @@ def test_all_is_identical(tmp_path):
 
 def test_a_difference_is_an_error(tmp_path):
     """Speculative decoding with the second best token at one place."""
-    result = run(f"""
+    result = run("""
 import runpy
 import dspark_jax as ds, tiny
 ds.load_target = lambda where: tiny.target()
@@ -41,12 +41,12 @@ runpy.run_module("train.identity", run_name="__main__")
     assert result.returncode == 1
     assert "parts at token 3" in result.stdout
     (found,) = json.loads((tmp_path / "identity.json").read_bytes())["results"]
-    assert found["identical"] == found["ties"] == 0 and found["parted"][0]["gap"] > identity.TIE
+    assert found["identical"] == found["ties"] == 0 and found["parted"][0]["gap"] > measure.TIE
 
 
 def test_where_answers_part():
     target, prompt = tiny.target(), [3, 5, 7]
     logits = target.logits(jnp.array([[*prompt, 4]]))[0, -1]
-    found = identity.parting(target, prompt, [4, 1, 9], [4, 2])
+    found = measure.parting(target, prompt, [4, 1, 9], [4, 2])
     assert found == {"at": 1, "gap": pytest.approx(float(logits[1] - logits[2]))}
-    assert identity.parting(target, prompt, [4], [4, 2]) == {"at": 1, "gap": float("inf")}
+    assert measure.parting(target, prompt, [4], [4, 2]) == {"at": 1, "gap": float("inf")}

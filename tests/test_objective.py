@@ -10,7 +10,6 @@ import optax
 import pytest
 from ml_collections import config_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from ml_collections import config_dict
 
 import pairs
 import program

@@ -3,7 +3,7 @@
 import json
 
 from program import run_tiny
-from train import profile_step
+from train import operations
 
 TEXT = """HloModule jit_run, is_scheduled=true
 
@@ -31,14 +31,14 @@ ENTRY %main.9 (w: f32[4,4], x: f32[4]) -> f32[4] {
 
 
 def test_kinds():
-    kinds = profile_step.kinds_of(TEXT)
+    kinds = operations.kinds_of(TEXT)
     assert {name: kinds[name] for name in ("copy.1", "dot.2", "ynn_fusion", "copy_fusion", "add.5")} == {
         "copy.1": "copies", "dot.2": "products", "ynn_fusion": "products", "copy_fusion": "others", "add.5": "others"}
 
 
 def test_sums():
     events = [("dot.2", 3e6), ("dot.2", 5e6), ("ynn_fusion", 2e6), ("copy.1", 1e6), ("end: dot.2", 9e6), ("main", 9e6)]
-    assert profile_step.add_up(events, TEXT, 2) == {
+    assert operations.add_up(events, TEXT, 2) == {
         "products": {"operations": 1.5, "seconds": 0.005}, "copies": {"operations": 0.5, "seconds": 0.0005},
         "others": {"operations": 0.0, "seconds": 0.0}}
 

@@ -14,7 +14,6 @@ import json
 import pathlib
 import sys
 
-import jax.numpy as jnp
 import tqdm
 from absl import flags
 
@@ -36,8 +35,6 @@ _EXECUTIONS = flags.DEFINE_list("executions", list(EXECUTIONS), "How blocks are 
 _BATCH_SIZES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Prompts decoded together.")
 _OUT = flags.DEFINE_string("out", None, "JSON file for the results.")
 
-TIE = 1e-3  # the logits are 10 to 30: what a few hundred float32 additions in another order change
-
 
 def main():
     sizes = command_line.whole_numbers(_BATCH_SIZES)
@@ -55,10 +52,10 @@ def main():
     for execution in _EXECUTIONS.value:
         for size in sizes:
             said = decode(target, drafter, prompts, size, execution, f"{execution}, batch {size}")
-            parted = [parting(target, p, a, b) | {"prompt": c.id} for p, a, b, c in zip(prompts, plain, said, conversations)
+            parted = [measure.parting(target, p, a, b) | {"prompt": c.id} for p, a, b, c in zip(prompts, plain, said, conversations)
                       if a != b]
             rows.append({"execution": execution, "batch": size, "prompts": len(prompts), "tokens": sum(map(len, said)),
-                         "identical": len(prompts) - len(parted), "ties": sum(abs(p["gap"]) <= TIE for p in parted),
+                         "identical": len(prompts) - len(parted), "ties": sum(abs(p["gap"]) <= measure.TIE for p in parted),
                          "parted": parted})
     print(measure.table(
         ["execution", "batch", "prompts", "tokens", "identical", "ties"],
@@ -69,7 +66,7 @@ def main():
     if _OUT.value:
         pathlib.Path(_OUT.value).parent.mkdir(parents=True, exist_ok=True)
         pathlib.Path(_OUT.value).write_text(json.dumps({
-            "drafter": _DRAFTER.value, "max_new_tokens": _MAX_NEW_TOKENS.value, "sets": _SETS.value, "tie": TIE,
+            "drafter": _DRAFTER.value, "max_new_tokens": _MAX_NEW_TOKENS.value, "sets": _SETS.value, "tie": measure.TIE,
             "machine": measure.machine(), "results": rows}, indent=1) + "\n")
     if any(row["identical"] + row["ties"] < row["prompts"] for row in rows):
         sys.exit(1)
@@ -84,17 +81,6 @@ def decode(target, drafter, prompts, size, execution, description):
             said += ds.generate(target, drafter, part, max_new_tokens=_MAX_NEW_TOKENS.value, execution=execution).tokens
             bar.update(len(part))
     return said
-
-
-def parting(target, prompt, plain, said):
-    """Where two different answers part, and how far the target's logit of ``plain``'s token lies above that of ``said``'s;
-    infinitely far where one answer ends and the other goes on, which no tie explains."""
-    at = next((i for i, (a, b) in enumerate(zip(plain, said)) if a != b), None)
-    if at is None:
-        return {"at": min(len(plain), len(said)), "gap": float("inf")}
-    text = jnp.array([[*prompt, *plain[:at]]])
-    logits = target.logits(text)[0, -1]
-    return {"at": at, "gap": float(logits[plain[at]] - logits[said[at]])}
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ import platform
 import time
 
 import jax
+import jax.numpy as jnp
 import tqdm
 
 import dspark_jax as ds
 
+TIE = 1e-3  # of logits between 10 and 30: what a few hundred float32 additions in another order change
 SHIPPED_DRAFTER = pathlib.Path(__file__).resolve().parents[1] / "drafters" / "smollm2-135m-dspark"
 
 
@@ -125,6 +127,17 @@ def merge(measurements) -> Measurement:
 def _side_by_side(results):
     names = [field.name for field in dataclasses.fields(ds.Result)]
     return ds.Result(*(sum((getattr(r, name) for r in results), []) for name in names))
+
+
+def parting(target, prompt, plain, said):
+    """Where two different answers part, and how far the target's logit of ``plain``'s token lies above that of ``said``'s;
+    infinitely far where one answer ends and the other goes on, which no tie explains."""
+    at = next((i for i, (a, b) in enumerate(zip(plain, said)) if a != b), None)
+    if at is None:
+        return {"at": min(len(plain), len(said)), "gap": float("inf")}
+    text = jnp.array([[*prompt, *plain[:at]]])
+    logits = target.logits(text)[0, -1]
+    return {"at": at, "gap": float(logits[plain[at]] - logits[said[at]])}
 
 
 def _count(result):

@@ -9,12 +9,10 @@ matrix products, the ones of attention too, "copies" move the cache or an operan
 more than the time of a pass where operations run side by side.
 """
 
-import collections
 import functools
 import json
 import os
 import pathlib
-import re
 import tempfile
 
 # Read when jax starts; without it a profile of a CPU holds no operations.
@@ -26,7 +24,7 @@ from absl import flags
 
 from dspark_jax import cache as kv
 from dspark_jax import decoding
-from train import benchmark_decode, command_line, measure, timing
+from train import benchmark_decode, command_line, measure, operations, timing
 
 _TARGET = flags.DEFINE_string(
     "target", "smollm2-135m-instruct", "Whose passes: a Hugging Face directory, a .gguf file or smollm2-135m-instruct."
@@ -36,7 +34,6 @@ _BATCH = flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Timed passes, and profiled ones.", lower_bound=1)
 _OUT = flags.DEFINE_string("out", None, "JSON file for the results.")
 
-KINDS = ("products", "copies", "others")
 CACHE = 256
 
 
@@ -88,46 +85,15 @@ def profile(call, text, repeats):
         (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
         events = [(event.name, event.duration_ns) for plane in data.planes for line in plane.lines for event in line.events]
-    return add_up(events, text, repeats)
-
-
-def add_up(events, text, repeats):
-    """`profile` of events (name, nanoseconds): those that are named like an operation of the program's ``text``."""
-    operations = kinds_of(text)
-    found = collections.defaultdict(lambda: {"operations": 0.0, "seconds": 0.0})
-    for name, duration in events:
-        if name in operations:
-            found[operations[name]]["operations"] += 1 / repeats
-            found[operations[name]]["seconds"] += duration / 1e9 / repeats
-    return {kind: found[kind] for kind in KINDS}
-
-
-def kinds_of(text):
-    """{name: kind} of every operation in a compiled program's text. A fusion is what the best known of its parts is."""
-    computations, inside, calls = {}, None, {}
-    for line in text.splitlines():
-        if start := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            inside = computations.setdefault(start[1], [])
-        elif inside is not None and (found := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\(", line)):
-            inside.append((found[1], found[2]))
-            if called := re.search(r"calls=%?([\w.-]+)", line):
-                calls[found[1]] = called[1]
-
-    def kind(name, opcode):
-        parts = {kind(*part) for part in computations.get(calls.get(name), [])}
-        if opcode in ("dot", "convolution") or "products" in parts:
-            return "products"
-        return "copies" if opcode in ("copy", "transpose") and not parts else "others"
-
-    return {name: kind(name, opcode) for operations in computations.values() for name, opcode in operations}
+    return operations.add_up(events, text, repeats)
 
 
 def report(found) -> str:
     """The table that is printed: one line a pass."""
     rows = [[name, timing.cell(values["seconds"])] + [
-        f"{1e3 * values['kinds'][kind]['seconds']:.2f} ({values['kinds'][kind]['operations']:.0f})" for kind in KINDS]
+        f"{1e3 * values['kinds'][kind]['seconds']:.2f} ({values['kinds'][kind]['operations']:.0f})" for kind in operations.KINDS]
         for name, values in found.items()]
-    return measure.table(["tokens", "pass, ms", *(f"{kind}, ms (operations)" for kind in KINDS)], rows)
+    return measure.table(["tokens", "pass, ms", *(f"{kind}, ms (operations)" for kind in operations.KINDS)], rows)
 
 
 if __name__ == "__main__":
