@@ -69,7 +69,8 @@ def save_drafter(drafter, where, layout="native", dtype=None):
     """Write ``drafter`` to the directory ``where``.
 
     layout: "native", "deepspec", "z-lab", "speculators" or "specforge". dtype: of the weights; None: bfloat16 for
-    "native", else what the parameters have. Raises ValueError for a drafter that the layout cannot express.
+    "native", else what the parameters have. The temperatures of a calibrated confidence head are "native" only: another
+    layout gets the head without them. Raises ValueError for a drafter that the layout cannot express.
     """
     huggingface.save(drafter, where, layout, dtype)
 

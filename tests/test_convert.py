@@ -321,6 +321,17 @@ def test_convert_and_inspect_from_the_command_line(tmp_path):
         assert part in said.stdout, said.stdout
 
 
+def test_convert_says_what_is_lost(tmp_path):
+    drafter = public.drafter(VANILLA)
+    config = dataclasses.replace(drafter.config, confidence_temperatures=(1.5,) * drafter.config.block_length)
+    ds.save_drafter(dataclasses.replace(drafter, config=config), tmp_path / "native")
+    for layout, lost in (("speculators", True), ("native", False)):
+        done = program("convert", f"--from={tmp_path / 'native'}", f"--to={tmp_path / layout}2", f"--layout={layout}",
+                       f"--target={GOLDENS / 'dspark/target'}")
+        assert done.returncode == 0, done.stderr
+        assert ("no place for them: confidence_temperatures [1.5" in done.stdout) == lost, done.stdout
+
+
 def test_convert_makes_a_dflash2(tmp_path, capsys):
     done = program("convert", f"--from={GOLDENS / V1}", f"--to={tmp_path}", "--layout=z-lab", "--transition=context",
                    "--rank=8", "--candidates=5")
@@ -389,7 +400,9 @@ def as_selector(shipped, target):
 
 @pytest.fixture(scope="module")
 def shipped(smollm2):
-    return ds.load_drafter(measure.SHIPPED_DRAFTER, smollm2)
+    """Without the temperatures of its confidence head, for which other layouts have no place."""
+    drafter = ds.load_drafter(measure.SHIPPED_DRAFTER, smollm2)
+    return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, confidence_temperatures=()))
 
 
 def decode(target, drafter, execution):

@@ -46,6 +46,8 @@ def main():
     c = drafter.config
     print(f"{_TO.value}: {_LAYOUT.value}, transition {c.transition}, {c.execution}, {c.block_length} drafts a block "
           f"({c.layout})")
+    if c.confidence_temperatures and _LAYOUT.value != "native":
+        print(f"not in it, for this layout has no place for them: confidence_temperatures {list(c.confidence_temperatures)}")
 
 
 def _load():
