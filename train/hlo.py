@@ -196,8 +196,10 @@ def memory_bytes(instruction, computation, computations) -> int:
         return 2 * size(instruction.arrays)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * size(computation.named[instruction.operands[1]].arrays)
-    if instruction.opcode.endswith("-start"):  # its result repeats the operand
-        return size(computation.inputs(instruction)) + size(instruction.arrays[1:2])
+    if instruction.opcode.endswith("-start"):  # its result is what will be there, and the operand, in either order
+        given, made = instruction.arrays[:2] if instruction.opcode != "copy-start" else instruction.arrays[1::-1]
+        read = made.bytes if instruction.opcode.removesuffix("-start") in SLICES else given.bytes
+        return read * given.hbm + size([made])
     if instruction.opcode != "fusion":
         return size(computation.inputs(instruction)) + size(instruction.arrays)
     inner = computations[instruction.attribute("calls").lstrip("%")]
