@@ -133,9 +133,11 @@ def training_step(config, devices):
     drafter_lib.check_fit(model, target)
     mesh = sharding.make_mesh(config.get("mesh", {}), devices)
     program = programs.build(config, model, target, mesh)
-    B, S = config.batch.sequences, config.data.max_length
+    B, S = config.batch.sequences, config.data.get("row_length") or config.data.max_length
     batch = {"tokens": shaped(mesh, (B, S), jnp.int32, sharding.BATCH),
              "loss_mask": shaped(mesh, (B, S), jnp.float32, sharding.BATCH)}
+    if config.data.get("row_length"):
+        batch["documents"] = shaped(mesh, (B, S), jnp.int32, sharding.BATCH)
     if config.features.cached:
         width = (len(model.target_layer_ids) + 1) * target.hidden_size
         batch["features"] = shaped(mesh, (B, S, width), jnp.bfloat16, sharding.BATCH)
@@ -191,14 +193,10 @@ def decode_round(config, devices):
                                jax.ShapeDtypeStruct((4,), jnp.int32), {})
     options = decoding.Options(
         target=target, drafter=model, top_k=0, top_p=1.0, execution=model.execution, candidates=model.candidates,
-        verification="token", schedule=None)
-    choose = candidates.over_mesh(mesh, "tensor", ("data",))
-
-    def propose(*arguments):
-        return drafter_lib.propose(*arguments, choose=choose)
+        verification="token", schedule=None, choose=candidates.over_mesh(mesh, "tensor", ("data",)))
 
     def a_round(target, weights, state, request):
-        return decoding.draft_round(options, target, weights, state, request, propose)
+        return decoding.draft_round(options, target, weights, state, request)
 
     held = {"target": params, "drafter and tables": weights, "caches": (state.target_cache, state.draft_cache)}
     return jax.jit(a_round, donate_argnums=2), (params, weights, state, request), held
@@ -253,15 +251,16 @@ def print_report(found, chip, devices, most=12):
     print(f"  {'in all':<22}{found.total / GB:9.3f} GB of {chip.memory / GB:.0f} GB: {verdict}")
     flops, traffic = (sum(counts.values()) for counts in (found.work.flops, found.work.bytes))
     wire = sum(c.wire for c in found.work.collectives)
+    print(f"\n  {'part':<16}{'products, TFLOP':>17}{'memory traffic, GB':>20}{'compiler estimates, ms':>24}")
     for part in sorted(found.work.bytes, key=lambda part: -found.work.flops.get(part, 0)):
-        print(f"  {part:<22}{found.work.flops.get(part, 0) / 1e12:9.3f} TFLOP {found.work.bytes[part] / GB:9.2f} GB "
-              "through memory")
-    print(f"  {'all':<22}{flops / 1e12:9.3f} TFLOP {traffic / GB:9.2f} GB through memory {wire / GB:9.3f} GB through links")
-    times = flops / chip.flops, traffic / chip.bandwidth, wire / (2 * chip.link)
-    print("  estimates: products {:.1f} ms, memory {:.1f} ms, links {:.1f} ms (a ring both ways); roofline {:.1f} ms; "
-          "compiler's own, without links, {:.1f} ms".format(
-              *(1e3 * t for t in (*times, max(times), found.work.cycles / chip.clock))))
-    print(f"  sorts of width {max(found.work.sorts, default=0)} at most; collectives:")
+        print(f"  {part:<16}{found.work.flops.get(part, 0) / 1e12:17.3f}{found.work.bytes[part] / GB:20.2f}"
+              f"{1e3 * found.work.cycles.get(part, 0) / chip.clock:24.1f}")
+    cycles = sum(found.work.cycles.values())
+    print(f"  {'all':<16}{flops / 1e12:17.3f}{traffic / GB:20.2f}{1e3 * cycles / chip.clock:24.1f}\n")
+    times = [1e3 * t for t in (flops / chip.flops, traffic / chip.bandwidth, wire / (2 * chip.link))]
+    print("  at data sheet speeds: products {:.1f} ms, memory {:.1f} ms, links {:.1f} ms (rings, both ways): roofline "
+          "{:.1f} ms".format(*times, max(times)))
+    print(f"  through links {wire / GB:.3f} GB; sorts of width {max(found.work.sorts, default=0)} at most; collectives:")
     for c in found.work.collectives[:most]:
         print(f"  {c.count:6d} x {c.kind:<18} {c.array:<28} of {c.group:3d} chips {c.wire / GB:9.4f} GB   {c.scope}")
     if len(found.work.collectives) > most:

@@ -196,8 +196,10 @@ def memory_bytes(instruction, computation, computations) -> int:
         return 2 * size(instruction.arrays)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * size(computation.named[instruction.operands[1]].arrays)
-    if instruction.opcode.endswith("-start"):  # its result repeats the operand
-        return size(computation.inputs(instruction)) + size(instruction.arrays[1:2])
+    if instruction.opcode.endswith("-start"):  # its result is what will be there, and the operand, in either order
+        given, made = instruction.arrays[:2] if instruction.opcode != "copy-start" else instruction.arrays[1::-1]
+        read = made.bytes if instruction.opcode.removesuffix("-start") in SLICES else given.bytes
+        return read * given.hbm + size([made])
     if instruction.opcode != "fusion":
         return size(computation.inputs(instruction)) + size(instruction.arrays)
     inner = computations[instruction.attribute("calls").lstrip("%")]
@@ -269,13 +271,13 @@ def _scope(instruction, computations):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one chip, loops counted as often as they run: ``flops`` of products and ``bytes`` of memory traffic, both by
-    part of the program; ``cycles``, the compiler's own estimate of all but collectives; ``collectives``, most bytes first;
+    """Of one chip, loops counted as often as they run: ``flops`` of products, ``bytes`` of memory traffic and ``cycles``,
+    the compiler's own estimate of all but collectives, each by part of the program; ``collectives``, most bytes first;
     ``sorts``: widths that are sorted; ``gathers``: shapes that all-gathers result in."""
 
     flops: dict[str, int]
     bytes: dict[str, int]
-    cycles: int
+    cycles: dict[str, int]
     collectives: list[Collective]
     sorts: list[int]
     gathers: list[tuple[int, ...]]
@@ -283,13 +285,14 @@ class Work:
 
 def work(text: str, devices: int, part=lambda scope: "") -> Work:
     """Reads a compiled program. part: name of the part that a scope ("jit(step)/.../draft_layer_0/...") belongs to."""
-    flops, traffic, collectives = collections.Counter(), collections.Counter(), collections.Counter()
-    cycles, sorts, gathers, channels = 0, [], [], set()
+    flops, traffic, cycles, collectives = (collections.Counter() for _ in range(4))
+    sorts, gathers, channels = [], [], set()
     for i, computation, times, fused, computations in executed(text):
         flops[part(i.scope)] += times * product_flops(i, computation)
         if not fused:
-            traffic[part(_scope(i, computations))] += times * memory_bytes(i, computation, computations)
-            cycles += times * sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', i.line))
+            where = part(_scope(i, computations))
+            traffic[where] += times * memory_bytes(i, computation, computations)
+            cycles[where] += times * sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', i.line))
         if is_collective(i):
             # One that runs beside other work is repeated in each fusion that it runs beside, under the same channel.
             channel = i.attribute("channel_id")
@@ -307,4 +310,4 @@ def work(text: str, devices: int, part=lambda scope: "") -> Work:
             dimension = int(re.search(r"dimensions=\{(\d+)\}", i.line)[1])
             sorts.append(i.arrays[0].shape[dimension])
     found = [Collective(*key, *map(int, counts)) for key, counts in collectives.items()]
-    return Work(dict(+flops), dict(+traffic), cycles, sorted(found, key=lambda c: -c.wire), sorts, gathers)
+    return Work(dict(+flops), dict(+traffic), dict(+cycles), sorted(found, key=lambda c: -c.wire), sorts, gathers)
