@@ -153,6 +153,14 @@ def test_other_ways_to_candidates():
     assert calls == [(len(PROMPTS), T, V)] * 6
 
 
+@pytest.mark.parametrize("B, T, expected", [
+    (8, 3, [8, 16, 24, 32]), (8, 7, [8, 24, 40, 56, 64]), (1, 3, [1, 4]), (3, 5, [3, 8, 16, 18]),
+    (32, 7, [32, 88, 144, 200, 256])])
+def test_sizes_of_scheduled_rounds(B, T, expected):
+    """From no drafts to all of them, whole tiles of eight tokens between."""
+    assert decoding.buckets(B, T) == expected
+
+
 def test_calibrated_confidence_decides():
     """The temperatures divide the recorded logits; what is recorded stays raw."""
     draft = drafter(confidence=True)

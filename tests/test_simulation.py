@@ -289,9 +289,10 @@ def test_the_profiler_measures_the_compiled_sizes(tmp_path):
                       drafter="block_length=1")
     assert result.returncode == 0, result.stderr
     data, curve = json.loads(out.read_text()), capacity.load(out)
-    assert data["buckets"] == [1, 2, 3, 4] and len(data["verify_seconds"]) == 4
+    assert data["buckets"] == [1, 2, 4] and len(data["verify_seconds"]) == 3
     assert len(curve.steps_per_second) == 5 and len(curve.plain_steps_per_second) == 3
-    assert curve.steps_per_second[3] == 1 / (data["verify_seconds"][2] + data["draft_seconds"])
+    # Three tokens run as four.
+    assert curve.steps_per_second[3] == curve.steps_per_second[4] == 1 / (data["verify_seconds"][2] + data["draft_seconds"])
     assert curve.source.startswith("measured, 2 requests, processor ") and data["machine"]["cores"] >= 1
     assert [line.split()[0] for line in result.stdout.splitlines()[:3]] == ["tokens", "1", "2"]
     wrong = run_tiny("train.profile_verify", "--drafter=.", "--context=2047", f"--out={out}", drafter="block_length=1")
