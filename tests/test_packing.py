@@ -143,7 +143,7 @@ def test_packed_training_equals_unpacked(attention, fields):
     results = []
     for batch, anchors in zip(both, same_anchors()):
         blocks = objective.blocks_at(drafter.config, batch, frozen["target_to_draft"], *map(jnp.asarray, anchors))
-        denominators = loss_denominators(weights, blocks["mask"])
+        denominators = loss_denominators(weights, blocks["mask"], blocks["reached"])
 
         @jax.jit
         @jax.value_and_grad
