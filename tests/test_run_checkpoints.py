@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import pairs
 import tiny_run
+from dspark_jax import sharding
 from dspark_jax.checkpoints import run as run_checkpoints
 from train import objective
 
@@ -121,8 +122,7 @@ class Training:
     """Steps of one tiny drafter over ``count`` of the devices: parameters and sequences are split among them."""
 
     def __init__(self, count):
-        devices = jax.devices()[:count]
-        self.mesh = jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+        self.mesh = sharding.make_mesh({"data": count}, jax.devices()[:count])
         config = tiny_run.config("")
         self.drafter = drafter = pairs.random_drafter(tiny_run.target(), block_length=3, layers=1)
         self.width = (len(drafter.config.target_layer_ids) + 1) * drafter.config.backbone.hidden_size
@@ -131,7 +131,8 @@ class Training:
                   "draft_to_target": None, "target_to_draft": jnp.arange(tiny_run.VOCABULARY)}
         self.frozen = self.place(frozen, lambda shape: ())
         self.step = jax.jit(objective.make_step(
-            drafter.config, objective.loss_weights(config.loss), self.optimizer, anchors=4), compiler_options=QUICK)
+            drafter.config, objective.loss_weights(config.loss), self.optimizer, anchors=4, mesh=self.mesh),
+            compiler_options=QUICK)
 
     def place(self, tree, axes):
         return jax.tree.map(
