@@ -4,7 +4,8 @@
 """
 
 import collections
-import re
+
+from train import hlo
 
 KINDS = ("products", "copies", "others")
 
@@ -23,19 +24,13 @@ def add_up(events, text, repeats):
 
 def kinds_of(text):
     """{name: kind} of every operation in a compiled program's text. A fusion is what the best known of its parts is."""
-    computations, inside, calls = {}, None, {}
-    for line in text.splitlines():
-        if start := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            inside = computations.setdefault(start[1], [])
-        elif inside is not None and (found := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\(", line)):
-            inside.append((found[1], found[2]))
-            if called := re.search(r"calls=%?([\w.-]+)", line):
-                calls[found[1]] = called[1]
+    computations, _ = hlo.parse(text)
 
-    def kind(name, opcode):
-        parts = {kind(*part) for part in computations.get(calls.get(name), [])}
-        if opcode in ("dot", "convolution") or "products" in parts:
+    def kind(instruction):
+        called = instruction.attribute("calls", "").lstrip("%")
+        parts = {kind(part) for part in computations[called].instructions} if called else set()
+        if instruction.opcode in ("dot", "convolution") or "products" in parts:
             return "products"
-        return "copies" if opcode in ("copy", "transpose") and not parts else "others"
+        return "copies" if instruction.opcode in ("copy", "transpose") and not parts else "others"
 
-    return {name: kind(name, opcode) for operations in computations.values() for name, opcode in operations}
+    return {i.name: kind(i) for computation in computations.values() for i in computation.instructions}
