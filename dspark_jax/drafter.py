@@ -84,6 +84,11 @@ class DrafterConfig:
             raise ValueError("confidence_with_predecessor: needs a transition that has a predecessor table, not 'none'")
 
     @property
+    def usable_candidates(self):
+        """M of lattice execution: ``candidates``, or the whole draft vocabulary where that is smaller."""
+        return min(self.candidates, self.draft_vocab_size)
+
+    @property
     def slots(self):
         """J, the slots of a block."""
         return anchors_lib.slots(self.layout, self.block_length)

@@ -250,7 +250,7 @@ def _checked_drafting(drafter, execution, candidates):
         raise ValueError("drafter: was read without its target; use load_drafter(where, target)")
     c = drafter.config
     execution = c.execution if execution is None else execution
-    candidates = min(c.candidates, c.draft_vocab_size) if candidates is None else candidates
+    candidates = c.usable_candidates if candidates is None else candidates
     check_execution(c, execution, candidates)
     return execution, candidates if execution == "lattice" else None
 

@@ -91,7 +91,7 @@ def options_of(target, drafter=None, execution=None):
     """What a greedy or sampled round without a schedule is compiled for; a plain step where there is no drafter."""
     config = drafter.config if drafter else None
     return decoding.Options(target=target.config, drafter=config, top_k=0, top_p=1.0, execution=execution,
-                            candidates=min(config.candidates, config.draft_vocab_size) if drafter else None,
+                            candidates=config.usable_candidates if drafter else None,
                             verification="token", schedule=None)
 
 
@@ -284,7 +284,7 @@ def run(target, drafter, prompts, *, max_new_tokens, drafts, batches, execution,
     """
     config = drafter.config
     execution = execution or config.execution
-    check_execution(config, execution, min(config.candidates, config.draft_vocab_size))
+    check_execution(config, execution, config.usable_candidates)
     config = dataclasses.replace(config, confidence_temperatures=())  # there may be fewer than drafts to be timed
     drafters = {T: dataclasses.replace(drafter, config=dataclasses.replace(config, block_length=T)) for T in drafts}
     length = -(-(max(map(len, prompts)) + max_new_tokens + max(drafts)) // 128) * 128

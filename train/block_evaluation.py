@@ -51,7 +51,7 @@ def chunk_metrics(config, shared, rows, fixed, fixed_rows, mesh):
     terms = losses.drafter_terms(
         logits, target_logits, labels, mask, rows["confidence"], log_normalizer=log_normalizer, reached=fixed_rows["reached"],
         accept=objective.lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose))
-    ids, _ = choose(base, min(config.candidates, config.draft_vocab_size))
+    ids, _ = choose(base, config.usable_candidates)
     if log_normalizer is None:
         log_normalizer = jax.nn.logsumexp(target_logits, axis=-1)
     at = functools.partial(candidates.scores_at, mesh, "tensor", sharding.BATCH)

@@ -126,7 +126,7 @@ def laws(config, shared, rows, fixed, fixed_rows):
 def lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose):
     """alpha [..., T] where drafts are drawn among the best of the base logits, which loses much of a flat law; None where
     they are drawn from all tokens. choose: what finds the candidates (`dspark_jax.candidates.Choice`)."""
-    M = min(config.candidates, config.draft_vocab_size)
+    M = config.usable_candidates
     if config.execution != "lattice" or M == config.draft_vocab_size:
         return None
     _, best = choose(jax.lax.stop_gradient(base), M)
@@ -156,7 +156,7 @@ def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose)
     """The candidates term, and how often the label is a candidate and is the best of them: [T] each.
 
     choose: as in `lattice_accept_rate`."""
-    M = min(config.candidates, config.draft_vocab_size)
+    M = config.usable_candidates
     if weights.candidates_stop_gradient:
         base = jax.lax.stop_gradient(base)
     ids, best = choose(base, M)

@@ -87,7 +87,7 @@ def draft_step(drafter, rows, context):
     """-> step(rows), the seconds in which blocks are drafted for so many requests."""
     c, b = drafter.config, drafter.config.backbone
     dtype = jnp.result_type(*jax.tree.leaves(drafter.params["backbone"]))
-    candidates = min(c.candidates, c.draft_vocab_size) if c.execution == "lattice" else None
+    candidates = c.usable_candidates if c.execution == "lattice" else None
 
     @jax.jit
     def run(arrays, cache, keys):
