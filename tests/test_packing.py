@@ -200,9 +200,10 @@ def test_as_many_rows_as_documents():
 
 def test_assemble_packed():
     documents = Documents.pack([([1, 2, 3], [0, 1, 1], ""), ([4, 5], [0, 1], ""), ([6, 7, 8, 9], [0, 0, 1, 1], "")])
-    rows = lambda i: np.full((len(documents.document(i)[0]), 2), i + 1.0)
-    batch = batches.assemble(documents, rows, [[2, 1], [0]], 7, 3)
+    stored = lambda i: (np.full((len(documents.document(i)[0]), 2), i + 1.0), np.full(len(documents.document(i)[0]), i + 0.5))
+    batch = batches.assemble(documents, stored, [[2, 1], [0]], 7, 3)
     assert batch["tokens"].tolist() == [[6, 7, 8, 4, 5, 0, 0], [1, 2, 3, 0, 0, 0, 0]]
     assert batch["loss_mask"].tolist() == [[0, 0, 1, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]]
     assert batch["documents"].tolist() == [[1, 1, 1, 2, 2, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
     assert batch["features"][..., 0].tolist() == [[3, 3, 3, 2, 2, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
+    assert batch["log_normalizers"].tolist() == [[2.5] * 3 + [1.5] * 2 + [0, 0], [0.5] * 3 + [0] * 4]

@@ -257,8 +257,11 @@ def test_features_equal_the_forward(sequences, tmp_path):
         padded = jnp.asarray(np.pad(sequence, (0, 70 - len(sequence)))[None])
         hidden, tapped = target_lib.forward(target.config, target.params, padded, taps)
         expected = np.concatenate([*tapped, hidden], axis=-1)[0, :len(sequence)]
-        rows = cached.rows[cached.starts[i]:cached.starts[i + 1]].astype(np.float32)
+        rows, norms = cached.of(i)
+        rows = rows.astype(np.float32)
         np.testing.assert_allclose(rows, expected, rtol=2**-8, atol=1e-5)  # half a unit in the last place is 2^-9
+        logits = rows[:, -target.config.hidden_size:].astype(np.float64) @ np.float64(target.head_rows()).T
+        np.testing.assert_allclose(norms, np.log(np.sum(np.exp(logits), axis=-1)), rtol=1e-5)
 
 
 def test_interrupted_features_go_on(sequences, tmp_path):
@@ -295,7 +298,8 @@ def test_features_of_something_else_are_refused(sequences, tmp_path):
 
 
 @pytest.mark.parametrize("name, text", [
-    ("manifest.json", "{"), ("manifest.json", "[]"), ("features.bin", "short"), ("features.bin", None)])
+    ("manifest.json", "{"), ("manifest.json", "[]"), ("features.bin", "short"), ("features.bin", None),
+    ("log_normalizers.bin", None)])
 def test_damaged_features(sequences, tmp_path, name, text):
     """A manifest that can't be read is an error that names it; rows that are not all there are computed again."""
     target, taps = tiny_run.target(), (0, 1)
@@ -323,13 +327,12 @@ def test_online_equals_cached(tokens, tmp_path):
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, tiny_run.VOCABULARY, n) for n in (40, 25, 33, 40)]
     cached = features.compute(target, sequences, taps, tmp_path)
-    rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
     documents = Documents.pack([(s, np.arange(len(s)) >= n, "") for s, n in zip(sequences, [4, 5, 3, 6])])
     frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows, "target_head": target.head_rows(),
               "target_to_draft": loop.inverse(np.arange(20), tiny_run.VOCABULARY), "target": target.params}
     optimizer = objective.make_optimizer(config.optimizer, config.steps)
     results = []
-    for online, given in ((None, rows), ((target.config, taps), None)):
+    for online, given in ((None, cached.of), ((target.config, taps), None)):
         batch = batches.assemble(documents, given, [0, 1, 2, 3], 40, 40)
         batch = {name: jnp.asarray(a) for name, a in batch.items() if a is not None}
         assert ("features" in batch) == (online is None)
@@ -358,14 +361,15 @@ def test_batches():
 def test_assemble():
     sequences = [np.arange(1, 6), np.arange(10, 22), np.arange(30, 33)]
     documents = Documents.pack([(s, np.arange(len(s)) >= n, "") for s, n in zip(sequences, [2, 4, 3])])
-    rows = [np.full((len(s), 2), i, ml_dtypes.bfloat16) for i, s in enumerate(sequences)]
-    batch = batches.assemble(documents, lambda i: rows[i], [1, 0, 2], 8, 8)
+    stored = [(np.full((len(s), 2), i, ml_dtypes.bfloat16), np.full(len(s), i + 0.5)) for i, s in enumerate(sequences)]
+    batch = batches.assemble(documents, lambda i: stored[i], [1, 0, 2], 8, 8)
     assert batch["tokens"].tolist() == [list(range(10, 18)), [1, 2, 3, 4, 5, 0, 0, 0], [30, 31, 32, 0, 0, 0, 0, 0]]
     assert batch["loss_mask"].tolist() == [[0] * 4 + [1] * 4, [0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
     assert batch["features"].shape == (3, 8, 2) and batch["features"].dtype == ml_dtypes.bfloat16
     assert batch["features"].astype(int)[..., 0].tolist() == [[1] * 8, [0] * 8, [2, 2, 2, 0, 0, 0, 0, 0]]
+    assert batch["log_normalizers"].tolist() == [[1.5] * 8, [0.5] * 5 + [0] * 3, [2.5] * 3 + [0] * 5]
     without = batches.assemble(documents, None, [0], 8, 8)
-    assert without["features"] is None and without["documents"] is None
+    assert without["features"] is None and without["log_normalizers"] is None and without["documents"] is None
 
 
 def test_bigram_tables():

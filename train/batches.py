@@ -32,19 +32,20 @@ def choose_packed(lengths, weights, batch, length, seed, step):
     return rows
 
 
-def assemble(documents, rows, chosen, length, max_length):
+def assemble(documents, features_of, chosen, length, max_length):
     """The arrays of a batch of B rows of S = ``length`` tokens, documents cut after ``max_length``.
 
-    documents: `dspark_jax.data.documents.Documents`. rows: rows(i) gives the stored feature rows of document i; None:
-    there are none. chosen: one document for each row, or where rows are packed a list of them.
+    documents: `dspark_jax.data.documents.Documents`. features_of: gives the stored feature rows and log-normalisers of
+    document i (`train.features.Features.of`); None: there are none. chosen: one document for each row, or where rows are packed a list of them.
 
-    -> tokens int32 [B, S], loss_mask float32 [B, S], features bfloat16 [B, S, W] or None, and documents int32 [B, S],
-    which document of its row each token belongs to, counted from 1, padding 0; None where rows are not packed.
+    -> tokens int32 [B, S], loss_mask float32 [B, S], features bfloat16 [B, S, W] and log_normalizers float32
+    [B, S] or None, and documents int32 [B, S], which document of its row each token belongs to, counted from 1, padding
+    0; None where rows are not packed.
     """
     packed = np.ndim(chosen[0]) == 1
     tokens, numbers = np.zeros((2, len(chosen), length), np.int32)
     loss_mask = np.zeros((len(chosen), length), np.float32)
-    features = None
+    features = log_normalizers = None
     for b, row in enumerate(chosen):
         end = 0
         for number, i in enumerate(np.atleast_1d(row), 1):
@@ -53,9 +54,11 @@ def assemble(documents, rows, chosen, length, max_length):
             size = end - begin
             tokens[b, begin:end], loss_mask[b, begin:end] = ids[:size], mask[:size]
             numbers[b, begin:end] = number
-            if rows is not None:
-                stored = rows(i)[:size]
+            if features_of is not None:
+                rows, norms = features_of(i)
                 if features is None:
-                    features = np.zeros((len(chosen), length, stored.shape[1]), stored.dtype)
-                features[b, begin:end] = stored
-    return {"tokens": tokens, "loss_mask": loss_mask, "features": features, "documents": numbers if packed else None}
+                    features = np.zeros((len(chosen), length, rows.shape[1]), rows.dtype)
+                    log_normalizers = np.zeros((len(chosen), length), np.float32)
+                features[b, begin:end], log_normalizers[b, begin:end] = rows[:size], norms[:size]
+    return {"tokens": tokens, "loss_mask": loss_mask, "features": features, "log_normalizers": log_normalizers,
+            "documents": numbers if packed else None}

@@ -4,10 +4,11 @@ B sequences, S positions, N anchors per sequence, T draft positions, V target vo
 width, M candidates per position.
 
 ``frozen``, what is not trained: "embedding" [V, D], "head_rows" [Vd, D], "target_to_draft" int [V] (-1: not in the
-draft vocabulary); with a reduced draft vocabulary "draft_to_target" int [Vd] and "target_head" [V, D], otherwise None;
-with the target in the program "target".
+draft vocabulary); with a reduced draft vocabulary "draft_to_target" int [Vd] and, where batches have no log-normalisers,
+"target_head" [V, D], otherwise None; with the target in the program "target".
 ``batch``: tokens, loss_mask [B, S], features [B, S, (taps + 1) * D], whose last D columns are the final-normed state;
-of packed rows also documents int [B, S] (see `dspark_jax.packing`).
+with stored features log_normalizers [B, S], of the target's law over V; of packed rows also documents int [B, S]
+(see `dspark_jax.packing`).
 """
 
 import dataclasses
@@ -104,6 +105,8 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
             transition, table, predecessors, jax.lax.stop_gradient(hidden))
     fixed_rows = {"final": anchors_lib.gather(features[..., -width:], blocks["sources"]),
                   "labels": blocks["labels"], "mask": blocks["mask"], "reached": blocks["reached"]}
+    if "log_normalizers" in batch:
+        fixed_rows["log_normalizer"] = anchors_lib.gather(batch["log_normalizers"], blocks["sources"])
     shared = {name: table[name] for name in ("successor",) if name in table}
     return shared, rows, {name: frozen[name] for name in ("head_rows", "target_head")}, fixed_rows
 
@@ -112,14 +115,16 @@ def laws(config, shared, rows, fixed, fixed_rows):
     """Base logits, logits and the target's logits, [..., T, Vd], and the log-normaliser of its law over all its
     tokens [..., T], None where all can be drafted.
 
-    That one is a product with the whole vocabulary, the price of accept rates, and so of labels of the confidence head,
-    that are what verification will see. Within the draft vocabulary alone they would be too high.
+    Without that one accept rates, and so the labels of the confidence head, would not be what verification will see, but
+    too high. It is stored beside the features, or costs a product with the whole vocabulary.
     """
     base = base_logits(config, fixed["head_rows"], rows["hidden"])
     logits = base + transitions.bias(shared, rows["phi"])
     target_logits, log_normalizer = layers.table_logits(fixed_rows["final"], fixed["head_rows"]), None
-    if fixed["target_head"] is not None:
-        log_normalizer = jax.nn.logsumexp(layers.table_logits(fixed_rows["final"], fixed["target_head"]), axis=-1)
+    if config.draft_vocab_size < config.vocab_size:
+        log_normalizer = fixed_rows.get("log_normalizer")
+        if log_normalizer is None:
+            log_normalizer = features_lib.log_normalizer(fixed["target_head"], fixed_rows["final"])
     return base, logits, target_logits, log_normalizer
 
 

@@ -78,10 +78,16 @@ def frozen_shapes(config, model, target_config):
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     frozen = {"embedding": array(jnp.float32, V, D), "head_rows": array(jnp.float32, Vd, D),
               "target_to_draft": array(jnp.int32, V), "draft_to_target": array(jnp.int32, Vd) if Vd < V else None,
-              "target_head": array(jnp.float32, V, D) if Vd < V else None}
+              "target_head": array(jnp.float32, V, D) if needs_target_head(config, model) else None}
     if not config.features.cached:
         frozen["target"] = targets.abstract_params(target_config)
     return cast(frozen, compute_dtype(config))
+
+
+def needs_target_head(config, model):
+    """Whether a step has to compute the log-normaliser of the target's law: it is neither that of the draft vocabulary nor
+    stored beside the features."""
+    return model.draft_vocab_size < model.vocab_size and not config.features.cached
 
 
 def cast(tree, dtype):
