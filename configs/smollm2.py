@@ -19,6 +19,7 @@ def get_config():
     config.target_sizes = targets.smollm2_135m()  # for train.compile, which has no weights
     config.seed = 0
     config.init_from = config_dict.placeholder(str)  # a drafter or a run to go on from with fresh optimizer state
+    config.init_backbone = config_dict.placeholder(str)  # one whose backbone to begin with, under fresh heads
     config.steps = 1900
     config.checkpoint_every = 100
     config.checkpoint_keep = 2  # the newest ones

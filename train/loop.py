@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import tqdm
 from absl import logging
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dspark_jax import drafter as drafter_lib
 from dspark_jax import loading, sharding
@@ -85,12 +86,11 @@ def train(config, workdir, target=None, stop=None):
                          f"the conversations of {token_file} whose source has a weight")
     choose = functools.partial(batches.choose_packed, length=row_length) if row_length else batches.choose
     taps = tuple(config.drafter.target_layer_ids)
-    rows = None
+    features_of = None
     if config.features.cached:
         directory = pathlib.Path(config.features.directory or workdir / "features")
         with sharding.first_process_first():
-            cached = _compute_features(target, sequences, taps, directory, stop)
-        rows = lambda i: cached.rows[cached.starts[i]:cached.starts[i + 1]]
+            features_of = _compute_features(target, sequences, taps, directory, stop).of
 
     # ------------------------------------------------------------- drafter
     with _whole_arrays(mesh):
@@ -99,7 +99,7 @@ def train(config, workdir, target=None, stop=None):
     if writes:
         loading.write_run_file(workdir, model, draft_ids)
     frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows, "draft_to_target": draft_ids,
-              "target_head": None if draft_ids is None else target.head_rows(),
+              "target_head": target.head_rows() if programs.needs_target_head(config, model) else None,
               "target_to_draft": inverse(draft_ids, target.config.vocab_size)}
     if not config.features.cached:
         frozen["target"] = target.params
@@ -136,7 +136,8 @@ def train(config, workdir, target=None, stop=None):
             step, done = done, done + 1
             chosen = choose(lengths, weights, config.batch.sequences, seed=config.seed, step=step)
             here = [chosen[i] for i in rows_here]
-            batch = batches.assemble(data, rows, here, row_length or config.data.max_length, config.data.max_length)
+            batch = batches.assemble(data, features_of, here, row_length or config.data.max_length,
+                                     config.data.max_length)
             batch = {name: array for name, array in batch.items() if array is not None}
             batch, evaluated = sharding.assemble(mesh, batch, len(chosen)), {}
             trace.before(step)
@@ -227,27 +228,53 @@ def drafter_config(options, target):
 
 def starting_drafter(config, model, target, data, sequences):
     """The drafter ``config.init_from`` where there is one. Otherwise fresh parameters and the most frequent answer tokens
-    as draft vocabulary, with "bigram" starting the transition tables from the bigram statistics of the sequences."""
+    as draft vocabulary, with "bigram" starting the transition tables from the bigram statistics of the sequences.
+    Backbone and draft vocabulary are those of ``config.init_backbone`` where that is given."""
     if config.init_from:
-        earlier = loading.load_drafter(config.init_from, target)
+        earlier = _earlier_drafter("init_from", config.init_from, target)
         if earlier.config != model:
             raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for")
-        if earlier.owns_tables:
-            raise ValueError(f"init_from: {config.init_from} has an embedding or output table of its own; only "
-                              "drafters on the target's tables can be trained")
-        params = jax.tree.map(lambda array: array.astype(jnp.float32), earlier.params)  # whatever it was stored in
-        return dataclasses.replace(earlier, params=params)
-    draft_ids = most_frequent(data.tokens[data.loss_mask], model.vocab_size, model.draft_vocab_size)
+        return earlier
     params = drafter_lib.init_params(model, jax.random.key(config.seed))
+    if config.get("init_backbone"):
+        earlier = _earlier_drafter("init_backbone", config.init_backbone, target)
+        draft_ids = earlier.draft_to_target
+        if earlier.config.draft_vocab_size != model.draft_vocab_size:
+            raise ValueError(f"init_backbone: {config.init_backbone} drafts {earlier.config.draft_vocab_size} ids, "
+                             f"drafter.draft_vocab_size is {model.draft_vocab_size}; they must be equal")
+        params["backbone"] = grow(params["backbone"], earlier.params["backbone"], f"init_backbone: {config.init_backbone}")
+    else:
+        draft_ids = most_frequent(data.tokens[data.loss_mask], model.vocab_size, model.draft_vocab_size)
     if config.drafter.transition_init == "bigram":
         if model.transition == "none":
             raise ValueError("drafter.transition_init: 'bigram' needs a transition that has tables; use 'normal'")
-        ids = np.arange(model.vocab_size) if draft_ids is None else draft_ids
+        ids = np.arange(model.vocab_size) if draft_ids is None else np.asarray(draft_ids)
         a, b = bigram.factorise(sequences, model.vocab_size, ids, model.rank)
         params["transition"] |= {"predecessor": jnp.asarray(a), "successor": jnp.asarray(b)}
     elif config.drafter.transition_init != "normal":
         raise ValueError(f"drafter.transition_init: {config.drafter.transition_init!r}; allowed: 'bigram', 'normal'")
     return drafter_lib.attach(model, params, target, draft_ids)
+
+
+def _earlier_drafter(field, where, target):
+    earlier = loading.load_drafter(where, target)
+    if earlier.owns_tables:
+        raise ValueError(f"{field}: {where} has an embedding or output table of its own; only drafters on the target's "
+                         "tables can be trained")
+    params = jax.tree.map(lambda array: array.astype(jnp.float32), earlier.params)  # whatever it was stored in
+    return dataclasses.replace(earlier, params=params)
+
+
+def grow(fresh, earlier, what):
+    """The ``fresh`` parameters with those of an ``earlier`` tree in their places. Convolutions, which leave their input as
+    it is when they are fresh, may be missing there; anything else that one has and the other has not is a ValueError."""
+    fresh, earlier = flatten_dict(fresh, sep="/"), flatten_dict(earlier, sep="/")
+    wrong = [name for name in sorted({*fresh, *earlier})
+             if name not in fresh or (name in earlier and earlier[name].shape != fresh[name].shape)
+             or (name not in earlier and "conv" not in name)]
+    if wrong:
+        raise ValueError(f"{what}: another backbone than the config asks for, see {wrong[0]}")
+    return unflatten_dict(fresh | earlier, sep="/")
 
 
 def most_frequent(tokens, vocab_size, count):
