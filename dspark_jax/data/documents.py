@@ -61,6 +61,12 @@ class Documents:
         end = self.starts[count]
         return Documents(self.tokens[:end], self.loss_mask[:end], self.length[:count], self.source[:count])
 
+    def where(self, chosen: collections.abc.Sequence[bool]) -> "Documents":
+        """The documents i for which ``chosen[i]`` is true."""
+        chosen = np.asarray(chosen, bool)
+        tokens = np.repeat(chosen, self.length)
+        return Documents(self.tokens[tokens], self.loss_mask[tokens], self.length[chosen], self.source[chosen])
+
     def save(self, path) -> None:
         """Writes a compressed .npz; an older file is replaced only when the new one is complete."""
         path = pathlib.Path(path)
