@@ -51,15 +51,17 @@ def _load_directory(path, dtype):
     return Target(config, params, tokenizer)
 
 
-def load_drafter(where, target):
+def load_drafter(where, target, step=None):
     """``where``: a Hugging Face directory in any layout of `dspark_jax.checkpoints.layouts`, a drafter that was saved
-    here, or the directory of a training run -> `Drafter`.
+    here, or the directory of a training run -> `Drafter`. step: which checkpoint of a run; None: the newest.
 
     Raises ValueError or FileNotFoundError that names the file, field or tensor.
     """
     where = pathlib.Path(where)
     if is_run(where):
-        return _load_run(where, target)
+        return _load_run(where, target, step)
+    if step is not None:
+        raise ValueError(f"step: {step}; allowed: None, for {where} is not a training run")
     if not (where / "config.json").exists():
         raise FileNotFoundError(f"{where}: neither a drafter (config.json) nor a training run ({RUN_FILE})")
     return huggingface.load(where, target)
@@ -80,9 +82,9 @@ def is_run(where):
     return (pathlib.Path(where) / RUN_FILE).exists()
 
 
-def _load_run(where, target):
+def _load_run(where, target, step):
     config, draft_to_target = read_run_file(where)
-    _, params = run.restore_params(where, drafter_lib.abstract_params(config))
+    _, params = run.restore_params(where, drafter_lib.abstract_params(config), step)
     return drafter_lib.attach(config, params, target, draft_to_target)
 
 

@@ -61,23 +61,33 @@ def restore(manager, state):
     return steps[-1], _read(manager, steps[-1], ocp.args.StandardRestore(abstract))
 
 
-def restore_params(workdir, abstract_params):
-    """-> (step, parameters) of a run's newest complete checkpoint; the optimizer's state is left on disk.
+def steps_of(workdir):
+    """The steps of a run's complete checkpoints, ascending; empty where there are none."""
+    if not _folder(workdir).is_dir():
+        return []
+    with ocp.CheckpointManager(_folder(workdir), options=ocp.CheckpointManagerOptions(create=False)) as manager:
+        return list(_complete_steps(manager))
+
+
+def restore_params(workdir, abstract_params, step=None):
+    """-> (step, parameters) of a run's complete checkpoint of ``step``, None: the newest; the optimizer's state is left on
+    disk.
 
     Raises ValueError naming ``workdir`` where there is none, or the checkpoint that cannot be read.
     """
-    if not _folder(workdir).is_dir():
+    steps = steps_of(workdir)
+    if not steps:
         raise ValueError(f"{workdir}: no complete checkpoint in its 'checkpoints' folder")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise ValueError(f"{workdir}: no complete checkpoint of step {step}; allowed: {', '.join(map(str, steps))}")
     with ocp.CheckpointManager(_folder(workdir), options=ocp.CheckpointManagerOptions(create=False)) as manager:
-        steps = _complete_steps(manager)
-        if not steps:
-            raise ValueError(f"{workdir}: no complete checkpoint in its 'checkpoints' folder")
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = {"params": jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params)}
         args = ocp.args.PyTreeRestore(
             wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
-        return steps[-1], _read(manager, steps[-1], args)["params"]
+        return step, _read(manager, step, args)["params"]
 
 
 def _read(manager, step, args):
