@@ -78,11 +78,12 @@ def train(config, workdir, target=None, stop=None):
     # ---------------------------------------------------------------- data
     token_file = config.data.tokens or sources.SHIPPED_TOKENS
     data = _read_documents(token_file, config.data, target)
+    data = data.where([config.data.source_weights.get(source, 1.0) > 0 for source in data.source])
     sequences = [data.document(i)[0] for i in range(len(data))]
     lengths = np.minimum(data.length.astype(np.int64), config.data.max_length)
     weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
-    if not 1 <= config.batch.sequences <= np.count_nonzero(weights):
-        raise ValueError(f"batch.sequences: {config.batch.sequences}; must lie in [1, {np.count_nonzero(weights)}], "
+    if not 1 <= config.batch.sequences <= len(data):
+        raise ValueError(f"batch.sequences: {config.batch.sequences}; must lie in [1, {len(data)}], "
                          f"the conversations of {token_file} whose source has a weight")
     choose = functools.partial(batches.choose_packed, length=row_length) if row_length else batches.choose
     taps = tuple(config.drafter.target_layer_ids)
@@ -232,9 +233,10 @@ def starting_drafter(config, model, target, data, sequences):
     Backbone and draft vocabulary are those of ``config.init_backbone`` where that is given."""
     if config.init_from:
         earlier = _earlier_drafter("init_from", config.init_from, target)
-        if earlier.config != model:
-            raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for")
-        return earlier
+        if dataclasses.replace(earlier.config, block_length=model.block_length) != model:
+            raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for, "
+                             "and not only by its block_length")
+        return dataclasses.replace(earlier, config=model)
     params = drafter_lib.init_params(model, jax.random.key(config.seed))
     if config.get("init_backbone"):
         earlier = _earlier_drafter("init_backbone", config.init_backbone, target)
