@@ -15,6 +15,7 @@ import dspark_jax
 from dspark_jax.data.assets import AssetError
 
 _OURS = [pathlib.Path(module).resolve().parent for module in (dspark_jax.__file__, __file__)]
+_OURS.append(_OURS[-1].with_name("experiments"))
 
 
 def run(main) -> None:

@@ -1,0 +1,236 @@
+"""The experiments' programs: rounds read off a known text, cells that are never mixed, the recipes."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dspark_jax as ds
+import pairs
+from dspark_jax import union
+from experiments import cells, known_text, results, six
+from experiments.known_text import Way
+from train import compile as compiling
+from train import features, loop
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def target():
+    return pairs.random_target(seed=2, vocab_size=24, tie_word_embeddings=False, head_spread=0.6)
+
+
+@pytest.fixture(scope="module")
+def text(target, tmp_path_factory):
+    """(prompt, greedy answer, features) without a stop token."""
+    prompt = [3, 1, 4, 1, 5]
+    answer = ds.generate(target, None, [prompt], max_new_tokens=LENGTH, stop_tokens=()).tokens[0]
+    stored = features.compute(target, [np.array([*prompt, *answer])], (0, 1), tmp_path_factory.mktemp("features"))
+    return prompt, np.array(answer), stored.rows[:, :2 * target.config.hidden_size]
+
+
+def drafter_of(target, transition, **fields):
+    return pairs.random_drafter(target, transition=transition, block_length=4, target_layer_ids=(0, 1), **fields)
+
+
+@pytest.mark.parametrize("transition, way, options", [
+    ("none", Way(), {"execution": "sequential"}),
+    ("vanilla", Way(), {"execution": "sequential"}),
+    ("joint", Way(3), {"execution": "lattice", "candidates": 3}),
+    ("context", Way(1), {"execution": "lattice", "candidates": 1}),
+    ("recurrent", Way(), {"execution": "sequential"}),
+])
+@pytest.mark.parametrize("draft_ids", [None, np.arange(2, 22)])
+def test_rounds_of_a_known_text_are_those_of_decoding(target, text, transition, way, options, draft_ids):
+    prompt, answer, rows = text
+    drafter = drafter_of(target, transition, draft_ids=draft_ids)
+    result = ds.generate(target, drafter, [prompt], max_new_tokens=LENGTH, stop_tokens=(), **options)
+    assert result.tokens[0] == answer.tolist()
+    assert max(result.accepted[0]) > 0  # or nothing would be tested
+    drafted, anchors = draft(drafter, way, text)
+    right = drafted == known_text.labels_of(answer, anchors, 4)
+    assert known_text.rounds(right, LENGTH) == (result.accepted[0], result.proposed[0])
+
+
+def draft(drafter, way, text, successors=None):
+    prompt, answer, rows = text
+    anchors = np.arange(LENGTH - 1)
+    base, hidden = known_text.heads(
+        drafter.config, drafter.params, drafter.embedding, drafter.head_rows, jnp.asarray(rows),
+        jnp.array([*prompt, *answer]), jnp.asarray(len(prompt) + anchors))
+    return np.asarray(known_text.paths(drafter.config, way, drafter.params, drafter.draft_to_target, base, hidden,
+                                       jnp.asarray(answer[anchors]), successors)), anchors
+
+
+def test_a_union_of_everything_is_sequential(target, text):
+    drafter = drafter_of(target, "vanilla")
+    table = union.successor_table(drafter.params["transition"], 23)
+    np.testing.assert_array_equal(draft(drafter, Way(1, 23), text, table)[0], draft(drafter, Way(), text)[0])
+
+
+def test_rounds_end_with_the_text():
+    right = np.array([[1, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 0], [1, 0, 0]], bool)
+    # Anchor 0: three drafts and the target's own token; anchor 4 has one token left, which is accepted, and no bonus.
+    assert known_text.rounds(right, 6) == ([3, 1], [3, 1])
+    assert known_text.rounds(right[2:], 4) == ([0, 2], [3, 2])
+
+
+def test_labels_and_ranks():
+    assert known_text.labels_of([5, 6, 7], [0, 1], 3).tolist() == [[6, 7, -1], [7, -1, -1]]
+    base = jnp.array([[[0.0, 3.0, 1.0, 2.0]] * 3])
+    assert known_text.ranks(base, jnp.array([[1, 0, -1]])).tolist() == [[0, 3, 4]]
+
+
+# --------------------------------------------------------------------------------------------------------------- cells
+
+STAMP = {"data": "d", "target": "t", "code": "c"}
+
+
+def test_cells_are_kept_and_found_missing(tmp_path):
+    found = cells.Cells(tmp_path / "new" / "a.json", STAMP)
+    assert found.missing(["x", "y"]) == ["x", "y"]
+    found.put("x", {"drafter": "one", "rounds": [1, 2]})
+    again = cells.Cells(tmp_path / "new" / "a.json", STAMP)
+    assert again.missing(["x", "y"], "one") == ["y"] and again.found["x"]["rounds"] == [1, 2]
+    assert cells.read(tmp_path / "new" / "a.json") == (STAMP, again.found)
+
+
+@pytest.mark.parametrize("name", cells.STAMP)
+def test_cells_of_other_versions_are_not_mixed(tmp_path, name):
+    cells.Cells(tmp_path / "a.json", STAMP).put("x", {})
+    before = (tmp_path / "a.json").read_bytes()
+    with pytest.raises(ValueError, match=f"a.json: its cells were measured with {name} {STAMP[name]}, and now it is other"):
+        cells.Cells(tmp_path / "a.json", STAMP | {name: "other"})
+    assert (tmp_path / "a.json").read_bytes() == before
+
+
+def test_cells_of_another_drafter_are_refused(tmp_path):
+    found = cells.Cells(tmp_path / "a.json", STAMP)
+    found.put("x", {"drafter": "one"})
+    with pytest.raises(ValueError, match="cell 'x' is of drafter one, and now it is two"):
+        found.missing(["x"], "two")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"stamp": {}, "cells": {}}', '{"stamp": {"data": 1}, "cells": 3}'])
+def test_damaged_cells(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match="a.json: no file of cells"):
+        cells.Cells(tmp_path / "a.json", STAMP)
+
+
+def test_code_hash_is_of_what_the_code_does(tmp_path):
+    def of(text):
+        (tmp_path / "a.py").write_text(text)
+        return cells.code_hash([tmp_path / "a.py"])
+
+    whole = of('"""One."""\ndef f(x):\n    """Two."""\n    return x + 1  # three\n')
+    assert of("def f(x):\n    return (x +\n        1)\n") == whole
+    assert of("def f(x):\n    return x + 2\n") != whole
+
+
+def test_drafter_hash_does_not_depend_on_how_it_is_run(target):
+    drafter = drafter_of(target, "vanilla")
+    other = dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, block_length=2, candidates=3))
+    assert cells.drafter_hash(drafter) == cells.drafter_hash(other)
+    changed = jax.tree.map(lambda a: a, drafter.params)
+    changed["transition"]["predecessor"] = changed["transition"]["predecessor"].at[0, 0].add(1)
+    assert cells.drafter_hash(dataclasses.replace(drafter, params=changed)) != cells.drafter_hash(drafter)
+
+
+def test_bootstrap():
+    rng = np.random.default_rng(0)
+    rounds = rng.integers(20, 60, 400)
+    committed = rng.binomial(rounds, 0.5) + rounds
+    mean, low, high = results.bootstrap([(committed, rounds)])
+    assert mean == committed.sum() / rounds.sum()
+    # The standard error of the share of 400 * 40 coins is 0.004; half of the interval is twice that.
+    assert low < mean < high and 0.006 < (high - low) / 2 < 0.010
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def model_of(config):
+    return loop.drafter_config(config.drafter, compiling.target_config(config))
+
+
+def test_the_six_differ_in_their_heads_alone():
+    configs = {name: six.get_config(name) for name in six.SIX}
+    models = {name: model_of(config) for name, config in configs.items()}
+    assert {name: model.transition for name, model in models.items()} == six.TRANSITIONS
+    for name, model in models.items():
+        same = {"transition": "vanilla", "execution": "sequential"}
+        assert dataclasses.replace(model, **same, backbone=models["vanilla"].backbone) == models["vanilla"]
+        assert dataclasses.replace(model.backbone, conv_kernel_size=0) == models["vanilla"].backbone
+        assert bool(model.backbone.conv_kernel_size) == (name == "selector")
+        for section in ("steps", "seed", "data", "batch", "optimizer", "features"):
+            assert configs[name][section] == configs["vanilla"][section], section
+        if name != "selector":
+            assert configs[name].loss == configs["vanilla"].loss
+
+
+def test_the_backbone_and_long_fit_the_six():
+    vanilla, long = (model_of(six.get_config(name)) for name in ("vanilla", "long"))
+    assert model_of(six.get_config("backbone")) == model_of(six.get_config("none"))
+    assert dataclasses.replace(long, block_length=vanilla.block_length) == vanilla
+    with pytest.raises(ValueError, match="six.py:other: unknown; allowed: backbone, long, none, vanilla"):
+        six.get_config("other")
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def made_up():
+    """Cells of two prompts a set: the lattice of M candidates accepts M / (M + 4) of what sequential drafting does."""
+    greedy = {}
+    for s in results.SETS:
+        for name in six.SIX:
+            gain = {"none": 0, "vanilla": 40}.get(name, 20)
+            ways = {"sequential": gain, "lattice 16": gain} | (
+                {f"{kind} {M}": gain * M // (M + 4) for M in results.COUNTS for kind in ("lattice", "union")}
+                if name in results.SWEPT else {})
+            for way, more in ways.items():
+                greedy[f"{name}/{s}/{way}"] = {
+                    "drafter": name, "committed": [150 + more, 250 + more], "rounds": [100, 200],
+                    "reached": [300, 100], "accepted": [100, 2 * more]}
+            greedy[f"{name}/{s}/ranks"] = {"recall": {"16": [0.5] * 7}, "oracle": {"16": 2.5, "1": 1.25}}
+        for T in results.BLOCKS:
+            greedy[f"long/{s}/sequential T={T}"] = greedy[f"none/{s}/sequential"]
+    return results.Results(greedy, {}, {})
+
+
+def test_tables_of_results():
+    found = made_up()
+    length, low, high = found.length("greedy", "vanilla", "sequential")
+    assert length == pytest.approx(480 / 300) and low < length < high
+    assert found.acceptance("greedy", "vanilla", "sequential") == pytest.approx([1 / 3, 0.8])
+    rows = results.of_drafters(found, "greedy")
+    assert [row[0] for row in rows[1:]] == list(results.TITLES.values())
+    assert rows[2][-3:] == ["1.600", rows[2][-2], "+20.0 %"] and rows[1][-1] == ""
+    assert results.head_room(found)[2][-4:] == ["1.250", "1.547", "2.500", "24 %"]
+    assert not found.missing
+    assert results.loses_at_most(found, "vanilla") is None and results.loses_at_most(found, "vanilla", 0.05) == 16
+    text = results.markdown(results.implication_2(found, "vanilla"))
+    assert text.splitlines()[1].count("---") == 7 and "| 64 | 1.580 | -1.3 % | - |" in text
+    assert "times: vanilla/lattice 64" in found.missing
+
+
+def test_missing_cells_are_named():
+    found = results.Results({}, {}, {})
+    assert found.length("greedy", "vanilla", "sequential") is None
+    assert found.missing == [f"greedy: vanilla/{s}/sequential" for s in results.SETS]
+    assert results.loses_at_most(found, "vanilla") is None
+    assert results.of_drafters(found, "greedy")[1][1:] == ["-"] * 5 + [""]
+
+
+def test_files_of_different_versions_make_no_table(tmp_path):
+    cells.Cells(tmp_path / "greedy.json", STAMP).put("x", {})
+    cells.Cells(tmp_path / "times.json", STAMP).put("y", {})
+    assert results.Results.read(tmp_path).times == {"y": {}}
+    cells.Cells(tmp_path / "sampled.json", STAMP | {"code": "other", "data": "new"}).put("z", {})
+    with pytest.raises(ValueError, match="greedy.json and sampled.json were measured with different data and code"):
+        results.Results.read(tmp_path)
