@@ -35,6 +35,9 @@ def test_packed_written_and_read_back(tmp_path):
     assert [a.tolist() for a in documents.document(0)] == [[5, 6, 7, 8], [False, False, True, True]]
     assert [a.tolist() for a in documents.document(2)] == [[4, 5, 6], [False, True, False]]
     _same(documents.first(2), Documents.pack(ROWS[:2]))
+    _same(documents.where([True, True, False]), documents.first(2))
+    assert documents.where([False, False, True]).document(0)[0].tolist() == [4, 5, 6]
+    assert len(documents.where([False] * 3)) == 0
     assert len(documents.first(9)) == 3 and len(Documents.pack([])) == 0
     assert Documents.pack([([70_000], [0], "")]).tokens.dtype == np.uint32
 

@@ -51,6 +51,17 @@ def test_keep_policy(tmp_path, policy, kept):
     assert names(write(tmp_path, range(1, 9), **policy)) == list(map(str, kept))
 
 
+def test_an_older_checkpoint_can_be_asked_for(tmp_path):
+    write(tmp_path, range(1, 5), keep=1, keep_every=2)
+    assert run_checkpoints.steps_of(tmp_path) == [2, 4] and run_checkpoints.steps_of(tmp_path / "none") == []
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), STATE["params"])
+    found, params = run_checkpoints.restore_params(tmp_path, abstract, 2)
+    assert found == 2
+    np.testing.assert_array_equal(params["a"], state(2)["params"]["a"])
+    with pytest.raises(ValueError, match="no complete checkpoint of step 3; allowed: 2, 4"):
+        run_checkpoints.restore_params(tmp_path, abstract, 3)
+
+
 def cut_off_copy(folder):
     """A newer checkpoint of which only the arrays came along."""
     shutil.copytree(folder / "4", folder / "9")

@@ -15,10 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.flax
+from flax import traverse_util
 
 import dspark_jax as ds
 import pairs
 import tiny_run
+from dspark_jax import loading
 from dspark_jax import target as target_lib
 from dspark_jax.checkpoints import huggingface
 from dspark_jax.data.documents import Documents
@@ -342,6 +344,74 @@ def test_online_equals_cached(tokens, tmp_path):
     (_, _, stored), (_, _, computed) = results
     for name in stored:
         np.testing.assert_allclose(stored[name], computed[name], rtol=1e-2, atol=1e-3, err_msg=name)
+
+
+# ------------------------------------------------------------------------------------------------ what a run begins with
+
+
+def beginning(tokens, **drafter_fields):
+    """(config, what `loop.starting_drafter` takes) of a tiny run whose drafter differs by these fields."""
+    config, target = tiny_run.config(tokens), tiny_run.target()
+    config.drafter.update(drafter_fields)
+    data = Documents.load(tokens)
+    return config, (loop.drafter_config(config.drafter, target.config), target, data,
+                    [data.document(i)[0] for i in range(len(data))])
+
+
+def save_start(tokens, where, **drafter_fields):
+    config, arguments = beginning(tokens, **drafter_fields)
+    drafter = loop.starting_drafter(config, *arguments)
+    drafter = dataclasses.replace(drafter, params=jax.tree.map(lambda a: a + 0.5, drafter.params))  # unlike fresh ones
+    loading.save_drafter(drafter, where, dtype=jnp.float32)
+    return drafter
+
+
+def test_a_run_begins_with_another_backbone(tokens, tmp_path):
+    earlier = save_start(tokens, tmp_path / "dflash", transition="none", transition_init="normal", confidence=False, block_length=2)
+    config, arguments = beginning(tokens, conv_kernel_size=2, conv_group_size=8)
+    fresh = loop.starting_drafter(config, *arguments)
+    config.init_backbone = str(tmp_path / "dflash")
+    drafter = loop.starting_drafter(config, *arguments)
+    assert drafter.config == arguments[0]
+    np.testing.assert_array_equal(drafter.draft_to_target, earlier.draft_to_target)
+    old, new, unlike = (traverse_util.flatten_dict(d.params["backbone"], sep="/") for d in (earlier, drafter, fresh))
+    convolutions = {name for name in new if "conv" in name}
+    assert convolutions and set(new) == set(old) | convolutions
+    for name in new:
+        np.testing.assert_array_equal(new[name], unlike[name] if name in convolutions else old[name])
+    for name in ("transition", "confidence"):
+        jax.tree.map(np.testing.assert_array_equal, drafter.params[name], fresh.params[name])
+
+
+@pytest.mark.parametrize("fields, text", [
+    ({"draft_vocab_size": 19}, "drafts 20 ids, drafter.draft_vocab_size is 19"),
+    ({"intermediate_size": 31}, "another backbone than the config asks for, see .*mlp"),
+    ({"num_hidden_layers": 2}, "another backbone than the config asks for, see layers_1"),
+    ({"target_layer_ids": (1,)}, "another backbone than the config asks for, see fc"),
+])
+def test_another_backbone_is_refused(tokens, tmp_path, fields, text):
+    save_start(tokens, tmp_path / "dflash", transition="none", transition_init="normal", confidence=False)
+    config, arguments = beginning(tokens, **fields)
+    config.init_backbone = str(tmp_path / "dflash")
+    with pytest.raises(ValueError, match=f"init_backbone: .*dflash.* {text}|init_backbone: .*dflash {text}"):
+        loop.starting_drafter(config, *arguments)
+
+
+@pytest.mark.parametrize("confidence", [False, True])
+def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence):
+    earlier = save_start(tokens, tmp_path / "short", block_length=2, execution="sequential", confidence=confidence)
+    config, arguments = beginning(tokens, block_length=3)
+    fresh = loop.starting_drafter(config, *arguments)
+    config.init_from = str(tmp_path / "short")
+    drafter = loop.starting_drafter(config, *arguments)
+    assert drafter.config == arguments[0]
+    for name, params in drafter.params.items():
+        kept = name != "confidence" or confidence
+        jax.tree.map(np.testing.assert_array_equal, params, (earlier if kept else fresh).params[name])
+    config, arguments = beginning(tokens, rank=7)
+    config.init_from = str(tmp_path / "short")
+    with pytest.raises(ValueError, match="not only by its block_length, execution"):
+        loop.starting_drafter(config, *arguments)
 
 
 # -------------------------------------------------------------------------------------------------- batches and tables

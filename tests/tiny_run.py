@@ -37,6 +37,7 @@ def config(tokens):
     """Every field of configs/, at sizes that train in seconds; written out, so that recipes can change without it."""
     sections = {
         "target": "tests/tiny_run.py", "seed": 3, "steps": STEPS, "checkpoint_every": 5, "init_from": None,
+        "init_backbone": None,
         "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "compute_dtype": "float32", "checkpoint_keep": 2, "checkpoint_keep_every": None, "log_every": 1, "profile": None,
         "data": {"tokens": str(tokens), "conversations": None, "max_length": 40, "row_length": None,
                  "source_weights": {"gsm8k": 3.0}},

@@ -228,15 +228,20 @@ def drafter_config(options, target):
 
 
 def starting_drafter(config, model, target, data, sequences):
-    """The drafter ``config.init_from`` where there is one. Otherwise fresh parameters and the most frequent answer tokens
+    """The drafter ``config.init_from`` where there is one, with a fresh confidence head if it has none. Otherwise fresh parameters and the most frequent answer tokens
     as draft vocabulary, with "bigram" starting the transition tables from the bigram statistics of the sequences.
     Backbone and draft vocabulary are those of ``config.init_backbone`` where that is given."""
     if config.init_from:
         earlier = _earlier_drafter("init_from", config.init_from, target)
-        if dataclasses.replace(earlier.config, block_length=model.block_length) != model:
+        free = ("block_length", "execution", "candidates", "confidence_temperatures")  # no parameter depends on them
+        free += ("confidence", "confidence_with_predecessor") if not earlier.config.confidence else ()
+        if dataclasses.replace(earlier.config, **{name: getattr(model, name) for name in free}) != model:
             raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for, "
-                             "and not only by its block_length")
-        return dataclasses.replace(earlier, config=model)
+                             f"and not only by its {', '.join(free)}")
+        params = earlier.params
+        if model.confidence and not earlier.config.confidence:
+            params |= {"confidence": drafter_lib.init_params(model, jax.random.key(config.seed))["confidence"]}
+        return dataclasses.replace(earlier, config=model, params=params)
     params = drafter_lib.init_params(model, jax.random.key(config.seed))
     if config.get("init_backbone"):
         earlier = _earlier_drafter("init_backbone", config.init_backbone, target)
