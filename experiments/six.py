@@ -22,7 +22,7 @@ def get_config(name):
     if name not in ("backbone", "long", *SIX):
         raise ValueError(f"experiments/six.py:{name}: unknown; allowed: backbone, long, {', '.join(SIX)}")
     config = smollm2.get_config()
-    config.steps = 240
+    config.steps = 160
     config.checkpoint_every = 40
     config.log_every = 10
     config.compute_dtype = "bfloat16"
@@ -50,7 +50,7 @@ def get_config(name):
         config.loss.unary = config.loss.candidates = 1.0
         config.loss.missing_label = "inject"
     if name == "long":
-        config.steps = 120
+        config.steps = 80
         config.drafter.block_length = 15
         config.batch.anchors = 24
         config.loss.decay = 7.0

@@ -11,10 +11,10 @@ import pytest
 import dspark_jax as ds
 import pairs
 from dspark_jax import union
-from experiments import cells, known_text, results, six
+from experiments import cells, known_text, lattice, results, six
 from experiments.known_text import Way
 from train import compile as compiling
-from train import features, loop
+from train import features, loop, plots
 
 LENGTH = 40
 
@@ -83,6 +83,35 @@ def test_labels_and_ranks():
     assert known_text.labels_of([5, 6, 7], [0, 1], 3).tolist() == [[6, 7, -1], [7, -1, -1]]
     base = jnp.array([[[0.0, 3.0, 1.0, 2.0]] * 3])
     assert known_text.ranks(base, jnp.array([[1, 0, -1]])).tolist() == [[0, 3, 4]]
+
+
+class Letters:
+    def decode(self, tokens, control_tokens):
+        return "".join(chr(97 + token) for token in tokens)
+
+
+def test_a_picture_shows_what_decoding_does(target, text, tmp_path):
+    prompt, answer, _ = text
+    target = dataclasses.replace(target, tokenizer=Letters())
+    drafter = drafter_of(target, "joint", draft_ids=np.arange(2, 22))
+    lattices = lattice.Lattices(target, drafter, prompt, answer, 5)
+    drafted, anchors = draft(drafter, Way(5), text)
+    for at in anchors[:-4]:
+        np.testing.assert_array_equal(lattices.drafted(at), drafted[at])
+    at = max(range(len(answer) - 4), key=lattices.accepted)
+    assert lattices.accepted(at) > 0
+    shown = lattices.picture(at, 3)
+    assert np.shape(shown["candidates"]) == (4, 3) and shown["transitions"].shape == (3, 3, 3)
+    walked = [texts[slot] for texts, slot in zip(shown["candidates"], shown["slots"])]
+    assert walked == [chr(97 + token) for token in drafted[at]]
+    assert walked[:shown["accepted"]] == shown["said"][:shown["accepted"]]
+    # Behind the walked predecessor the walked token is the likeliest, and its share is the one on its line.
+    for t, slot in enumerate(shown["slots"]):
+        assert shown["probabilities"][t, slot] == shown["probabilities"][t].max()
+        if t:
+            assert shown["transitions"][t - 1, shown["slots"][t - 1], slot] == shown["probabilities"][t, slot]
+    plots.lattice_diagram(tmp_path / "a.png", **shown, title="one")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --------------------------------------------------------------------------------------------------------------- cells

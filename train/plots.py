@@ -69,3 +69,49 @@ def _panels(count):
     for panel in panels[count:]:
         panel.set_visible(False)
     return figure, panels[:count]
+
+
+def lattice_diagram(path, anchor: str, candidates, probabilities, transitions, slots, accepted: int, said, title="") -> None:
+    """One block as its lattice: a column for each draft position, its candidates from the best base logit downwards.
+
+    anchor: the anchor's text. candidates: [T][K] texts. probabilities [T, K]: of each candidate behind the walked
+    predecessor. transitions [T - 1, K, K]: the law of each candidate's successors, drawn as lines. slots int [T]: the walked
+    path. accepted: how many of its drafts verification took. said: [T] texts, the target's own tokens. K of the M
+    candidates are drawn, all that ``slots`` names among them.
+    """
+    from matplotlib.figure import Figure
+
+    T, K = len(candidates), len(candidates[0])
+    figure = Figure(figsize=(1.9 * T + 2, 0.42 * K + 1.8), layout="constrained")
+    panel = figure.subplots()
+    place = lambda t, k: (t + 1, -k)
+    walk = [(0, -(K - 1) / 2), *(place(t, k) for t, k in enumerate(slots))]
+    taken = lambda t: "C2" if t < accepted else "C3"
+    for t in range(T - 1):
+        for a in range(K):
+            for b in range(K):
+                if (share := float(transitions[t][a][b])) > 0.02:
+                    panel.plot(*zip(place(t, a), place(t + 1, b)), color="0.4", linewidth=2.5 * share, alpha=0.15 + 0.5 * share,
+                               zorder=1)
+    for t in range(T):
+        panel.plot(*zip(walk[t], walk[t + 1]), color=taken(t), linewidth=2.5, zorder=2)
+    box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "linewidth": 0.8}
+    panel.text(*walk[0], _shown(anchor), ha="center", va="center", fontsize=8, bbox=box | {"edgecolor": "black"}, zorder=3)
+    for t, (texts, shares) in enumerate(zip(candidates, probabilities)):
+        for k, (text, share) in enumerate(zip(texts, shares)):
+            edge = taken(t) if k == slots[t] else "0.75"
+            panel.text(*place(t, k), f"{_shown(text)}  {float(share):.2f}", ha="center", va="center", fontsize=7, zorder=3,
+                       fontweight="bold" if text == said[t] else "normal", bbox=box | {"edgecolor": edge})
+        panel.text(t + 1, -K - 0.2, _shown(said[t]), ha="center", va="center", fontsize=8, fontweight="bold")
+        panel.text(t + 1, 0.9, f"draft {t + 1}", ha="center", va="center", fontsize=8, color="0.4")
+    panel.text(0, 0.9, "anchor", ha="center", va="center", fontsize=8, color="0.4")
+    panel.text(0, -K - 0.2, "the target says", ha="center", va="center", fontsize=8, color="0.4")
+    panel.set(xlim=(-0.6, T + 0.6), ylim=(-K - 0.8, 1.4))
+    panel.set_title(title, fontsize="medium")
+    panel.axis("off")
+    figure.savefig(path, dpi=120)
+
+
+def _shown(text):
+    """A token's text in a picture: blanks and line ends can be seen, and a dollar begins no formula."""
+    return text.replace(" ", "\u00b7").replace("\n", "\\n").replace("$", r"\$") or "(nothing)"
