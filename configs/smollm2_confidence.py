@@ -13,6 +13,7 @@ from configs import smollm2
 def get_config():
     config = smollm2.get_config()
     config.steps = 300
+    config.drafter.transition = "joint"
     config.drafter.block_length = 3
     config.drafter.trained = ("confidence",)
     config.loss.ce = config.loss.l1 = 0.0

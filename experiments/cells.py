@@ -18,7 +18,8 @@ from train import measure
 from train.rounds import fingerprint
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-STAMP = ("data", "target", "code")
+STAMP = ("data", "target", "library", "method")
+METHODS = ("known_text.py", "sampled_text.py")
 
 
 class Cells:
@@ -68,20 +69,18 @@ def read(path):
 
 
 def stamp_of(target):
-    """Hashes of the training text and the evaluation prompts, of the target, and of the code that decides the numbers."""
-    texts = [sources.SHIPPED_TOKENS.read_bytes()] + [
-        json.dumps([prompt.messages for prompt in sources.evaluation_prompts(name, 60)]).encode()
-        for name in sources.EVALUATION_SOURCES]
-    return {"data": _hash(*texts), "target": fingerprint(target.config, target.params), "code": code_hash()}
+    """Hashes of the training text and the evaluation prompts, of the target, and of the code that decides the numbers: the
+    library, and what is computed of a text here."""
+    prompts = [json.dumps([prompt.messages for prompt in sources.evaluation_prompts(name, 60)]).encode()
+               for name in sources.EVALUATION_SOURCES]
+    return {"data": _hash(sources.SHIPPED_TOKENS.read_bytes(), *prompts),
+            "target": fingerprint(target.config, target.params),
+            "library": code_hash(sorted((ROOT / "dspark_jax").rglob("*.py"))),
+            "method": code_hash([ROOT / "experiments" / name for name in METHODS])}
 
 
-def code_hash(files=None):
-    """Of what Python files say to the interpreter: comments, docstrings and layout do not count.
-
-    files: by default the library and what measures here."""
-    if files is None:
-        files = [*sorted((ROOT / "dspark_jax").rglob("*.py")), ROOT / "experiments/known_text.py",
-                 ROOT / "experiments/measure.py"]
+def code_hash(files):
+    """Of what Python files say to the interpreter: comments, docstrings and layout do not count."""
     return _hash(*(ast.dump(_Bare().visit(ast.parse(pathlib.Path(file).read_bytes()))).encode() for file in files))
 
 

@@ -6,7 +6,8 @@
 
 greedy: temperature 0. The target answers every prompt once; what a drafter accepts is then read off those texts
   (experiments/known_text.py), which is what decoding would give, for every drafter, execution and number of candidates.
-sampled: temperature 1, by decoding, with the token rule and with the block rule.
+sampled: temperature 1. The target samples an answer to every prompt once; from those texts follows what a drafter
+  accepts in expectation, under the token rule and under the block rule (experiments/sampled_text.py).
 times: one draft of one block, by part, and the heads at every number of candidates.
 
 Killed and started again with the same command, it goes on with the cells that are missing.
@@ -22,15 +23,13 @@ import numpy as np
 import tqdm
 from absl import flags
 
-import dspark_jax as ds
 from dspark_jax import loading, union
 from dspark_jax.checkpoints import run as run_checkpoints
 from dspark_jax.data import sources
-from dspark_jax.data.documents import Documents
-from experiments import cells, known_text, six
+from experiments import cells, known_text, sampled_text, six, texts
 from experiments.known_text import Way
-from experiments.results import BLOCKS, COUNTS, SWEPT
-from train import command_line, features, loop, measure, timing
+from experiments.results import BLOCKS, COUNTS, NATIVE, SWEPT, summary
+from train import command_line, loop, measure, timing
 
 _PART = flags.DEFINE_enum("part", None, ("greedy", "sampled", "times"), "What to measure.", required=True)
 _WORKDIR = flags.DEFINE_string("workdir", "runs/six", "Where `experiments.train` trained the drafters.")
@@ -40,8 +39,6 @@ _SETS = flags.DEFINE_list("sets", list(sources.EVALUATION_SOURCES), "Which promp
 _COUNT = flags.DEFINE_integer("count", 60, "How many prompts of each set.", lower_bound=1)
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "An answer is cut after this many tokens.", lower_bound=2)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 20, "Prompts decoded together.", lower_bound=1)
-
-BUCKET = 64  # texts are padded to a multiple of this, so that few shapes are compiled
 
 
 def main():
@@ -53,13 +50,19 @@ def main():
     print(f"{_OUT.value}: {len(found.found)} cells, none of those asked for is missing")
 
 
+def answers(target, prompts, temperature):
+    folder = pathlib.Path(_WORKDIR.value) / ("texts" if temperature == 0 else "sampled_texts")
+    return texts.Texts(target, prompts, folder, tuple(six.get_config("backbone").drafter.target_layer_ids),
+                       temperature=temperature, max_new_tokens=_MAX_NEW_TOKENS.value, batch_size=_BATCH_SIZE.value)
+
+
 # ------------------------------------------------------------------------------------------------------- temperature 0
 
 
 def ways_of(name, config):
     """{what it is called: Way} of the ways in which the drafter ``name`` is run."""
     ways = {"sequential": Way()}
-    if config.transition in ("none", "recurrent"):
+    if config.transition in ("none", "recurrent") or name == "long":
         return ways
     ways["lattice 16"] = Way(16)
     if name in SWEPT:
@@ -69,50 +72,47 @@ def ways_of(name, config):
 
 
 def greedy(target, found, prompts):
-    texts = Texts(target, prompts)
+    said = answers(target, prompts, 0.0)
     for name, drafter in drafters(target):
         blocks = BLOCKS if name == "long" else (drafter.config.block_length,)
         for T, set_name in ((T, set_name) for T in blocks for set_name in prompts):
-            config = dataclasses.replace(drafter.config, block_length=T)
-            ways = ways_of(name, config) if name != "long" else {"sequential": Way()}
-            suffix = f" T={T}" if len(blocks) > 1 else ""
+            shorter = dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, block_length=T))
+            ways, suffix = ways_of(name, shorter.config), f" T={T}" if name == "long" else ""
             names = [f"{name}/{set_name}/{way}{suffix}" for way in [*ways, "ranks"]]
             if found.missing(names, cells.drafter_hash(drafter)):
-                measured = greedy_cells(target, dataclasses.replace(drafter, config=config), texts, set_name, ways)
-                for cell_name, cell in zip(names, measured):
+                for cell_name, cell in zip(names, greedy_cells(shorter, said.of(set_name), ways, f"{name}/{set_name}")):
                     found.put(cell_name, {"drafter": cells.drafter_hash(drafter)} | cell)
 
 
-def greedy_cells(target, drafter, texts, set_name, ways):
+def blocks_of(drafter, text, length):
+    """Anchors int [N], base logits, hidden states, labels as target ids and as draft ids, int [N, T], -1 where there is none.
+
+    length: anchors of the longest text; a shorter one's last is repeated, so that one shape is compiled.
+    """
+    config = drafter.config
+    anchors = np.minimum(np.arange(length), len(text.answer) - 2)
+    base, hidden = known_text.heads(config, drafter.params, drafter.embedding, drafter.head_rows, text.rows, text.tokens,
+                                    jnp.asarray(text.prompt + anchors))
+    labels = known_text.labels_of(text.answer, anchors, config.block_length)
+    to_draft = np.asarray(loop.inverse(drafter.draft_to_target, config.vocab_size))
+    return anchors, base, hidden, labels, np.where(labels < 0, -1, to_draft[labels])
+
+
+def greedy_cells(drafter, said, ways, description):
     """One cell for each way, and the cell of the base logits' ranks."""
     config, T = drafter.config, drafter.config.block_length
-    to_draft = np.asarray(loop.inverse(drafter.draft_to_target, config.vocab_size))
     tables = {K: union.successor_table(drafter.params["transition"], K) for K in {way.successors for way in ways.values()} if K}
-    outcome = {way: [] for way in ways}
-    ranked = []
-    for tokens, rows, prompt, answer in tqdm.tqdm(texts.of(set_name), desc=set_name, leave=False, dynamic_ncols=True):
-        anchors = np.minimum(np.arange(texts.anchors), len(answer) - 2)
-        base, hidden = known_text.heads(config, drafter.params, drafter.embedding, drafter.head_rows,
-                                        rows, tokens, jnp.asarray(prompt + anchors))
-        labels = known_text.labels_of(answer, anchors, T)
-        first = jnp.asarray(answer[anchors])
+    outcome, ranked, N = {way: [] for way in ways}, [], max(len(text.anchors) for text in said)
+    for text in tqdm.tqdm(said, desc=description, leave=False, dynamic_ncols=True):
+        anchors, base, hidden, labels, draft_labels = blocks_of(drafter, text, N)
+        first = jnp.asarray(text.answer[anchors])
         for way, how in ways.items():
             drafted = known_text.paths(config, how, drafter.params, drafter.draft_to_target, base, hidden, first,
                                        tables.get(how.successors))
-            outcome[way].append(known_text.rounds(np.asarray(drafted) == labels, len(answer)))
-        rank = np.asarray(known_text.ranks(base, jnp.asarray(np.where(labels < 0, -1, to_draft[labels]))))
-        ranked.append((np.where(labels < 0, config.draft_vocab_size, rank), len(answer)))
+            outcome[way].append(known_text.rounds(np.asarray(drafted) == labels, len(text.answer)))
+        rank = np.asarray(known_text.ranks(base, jnp.asarray(draft_labels)))
+        ranked.append((np.where(labels < 0, config.draft_vocab_size, rank), len(text.answer)))
     return [summary(rounds, T) for rounds in outcome.values()] + [ranks_summary(ranked, T)]
-
-
-def summary(rounds, T):
-    """Plain values of the (accepted, proposed) lists of some prompts: "committed" and "rounds" of each prompt, and by
-    position how many rounds "reached" it and how many "accepted" it."""
-    pairs = [(a, p) for accepted, proposed in rounds for a, p in zip(accepted, proposed)]
-    return {"committed": [sum(accepted) + len(accepted) for accepted, _ in rounds],
-            "rounds": [len(accepted) for accepted, _ in rounds],
-            "reached": [sum(a >= t and p > t for a, p in pairs) for t in range(T)],
-            "accepted": [sum(a > t for a, _ in pairs) for t in range(T)]}
 
 
 def ranks_summary(ranked, T):
@@ -127,83 +127,48 @@ def ranks_summary(ranked, T):
     return cell
 
 
-class Texts:
-    """The target's greedy answers to the prompts, and its features of them, kept in the work directory."""
-
-    def __init__(self, target, prompts):
-        folder = pathlib.Path(_WORKDIR.value) / "texts"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.anchors, self._sets = _MAX_NEW_TOKENS.value - 1, {}
-        for name, tokens in prompts.items():
-            file = folder / f"{name}.npz"
-            if not file.exists():
-                answers = decode(target, None, tokens, name, temperature=0.0).tokens
-                Documents.pack([([*p, *a], [False] * len(p) + [True] * len(a), name) for p, a in zip(tokens, answers)]).save(file)
-            said = Documents.load(file)
-            if len(said) != len(tokens):
-                raise ValueError(f"{file}: {len(said)} answers, {len(tokens)} prompts; delete it, or give the same --count")
-            sequences = [said.document(i)[0] for i in range(len(said))]
-            taps = configuration_taps()
-            with tqdm.tqdm(total=len(said), desc=f"features of {name}", leave=False, dynamic_ncols=True) as bar:
-                stored = features.compute(target, sequences, taps, folder / name, batch=4,
-                                          progress=lambda done, total: bar.update(done - bar.n))
-            self._sets[name] = said, stored, len(taps) * target.config.hidden_size
-
-    def of(self, name):
-        """[(tokens int32 [S], features bfloat16 [S, taps * D], length of the prompt, answer int [..])]; S is padded."""
-        said, stored, width = self._sets[name]
-        texts = []
-        for i in range(len(said)):
-            (tokens, answered), (rows, _) = said.document(i), stored.of(i)
-            extra = -len(tokens) % BUCKET
-            prompt = int(np.argmax(answered))
-            if len(tokens) - prompt > 1:  # an answer of one token has no round
-                texts.append((jnp.asarray(np.pad(tokens.astype(np.int32), (0, extra))),
-                              jnp.asarray(np.pad(rows[:, :width], ((0, extra), (0, 0)))), prompt, tokens[prompt:].astype(np.int32)))
-        return texts
-
-
-def configuration_taps():
-    return tuple(six.get_config("backbone").drafter.target_layer_ids)
-
-
 # ------------------------------------------------------------------------------------------------------- temperature 1
 
 
 def sampled_ways(name, config):
-    """{what it is called: arguments of ds.generate}."""
-    ways = {"sequential": {"execution": "sequential"}}
-    if name == "selector":
-        ways = {"lattice 16": {"execution": "lattice", "candidates": 16}}
-    elif name in ("vanilla", "context"):
-        ways["lattice 16"] = {"execution": "lattice", "candidates": 16}
-    if name in ("vanilla", "selector"):
-        ways |= {f"{way}, block rule": options | {"verification": "block"} for way, options in ways.items()}
-    return ways
+    """{what it is called: (candidates, 0 for all, and the rule of verification)}."""
+    ways = {"sequential": (0, "token")}
+    if config.transition not in ("none", "recurrent"):
+        ways |= {f"lattice {M}": (M, "token") for M in (COUNTS if name in SWEPT else (16,))}
+    return ways | {f"{NATIVE[name]}, block rule": (ways[NATIVE[name]][0], "block")}
 
 
 def sampled(target, found, prompts):
+    said = answers(target, prompts, 1.0)
     for name, drafter in drafters(target, skip=("long", "backbone")):
-        for way, options in sampled_ways(name, drafter.config).items():
-            for set_name, tokens in prompts.items():
-                cell_name = f"{name}/{set_name}/{way}"
-                if found.missing([cell_name], cells.drafter_hash(drafter)):
-                    result = decode(target, drafter, tokens, cell_name, temperature=1.0, **options)
-                    found.put(cell_name, {"drafter": cells.drafter_hash(drafter)} | summary(
-                        list(zip(result.accepted, result.proposed)), drafter.config.block_length))
+        for set_name in prompts:
+            names = {f"{name}/{set_name}/{way}": how for way, how in sampled_ways(name, drafter.config).items()}
+            missing = found.missing(names, cells.drafter_hash(drafter))
+            ways = {cell_name: names[cell_name] for cell_name in missing}
+            for cell_name, cell in sampled_cells(drafter, said.of(set_name), ways, f"{name}/{set_name}").items():
+                found.put(cell_name, {"drafter": cells.drafter_hash(drafter)} | cell)
 
 
-def decode(target, drafter, prompts, description, **options):
-    """`ds.generate`, some prompts at a time, those of like length together; in the order of the prompts."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    parts = []
-    for start in tqdm.trange(0, len(order), _BATCH_SIZE.value, desc=description, leave=False, dynamic_ncols=True):
-        batch = [prompts[i] for i in order[start:start + _BATCH_SIZE.value]]
-        parts.append(ds.generate(target, drafter, batch, max_new_tokens=_MAX_NEW_TOKENS.value, seed=start, **options))
-    names = [field.name for field in dataclasses.fields(ds.Result)]
-    merged = {name: sum((getattr(part, name) for part in parts), []) for name in names}
-    back = np.argsort(order)
-    return ds.Result(**{name: [rows[i] for i in back] if rows else rows for name, rows in merged.items()})
+def sampled_cells(drafter, said, ways, description):
+    """{name of the way: its cell}, with expectations in place of counts."""
+    outcome, N = {way: [] for way in ways}, max(len(text.anchors) for text in said)
+    for text in tqdm.tqdm(said if ways else (), desc=description, leave=False, dynamic_ncols=True):
+        anchors, base, hidden, labels, draft_labels = blocks_of(drafter, text, N)
+        at = np.minimum(anchors[:, None] + np.arange(labels.shape[1]), len(text.answer) - 1)
+        predecessors = jnp.asarray(text.answer[at])
+        log_p = jnp.asarray(text.log_p[np.minimum(at + 1, len(text.answer) - 1)])
+        for way, (M, rule) in ways.items():
+            ratios = np.asarray(sampled_text.ratios(
+                drafter.config, M, drafter.params, base, hidden, predecessors, jnp.asarray(draft_labels), log_p))
+            outcome[way].append(sampled_text.expected_rounds(
+                sampled_text.survival(ratios[:len(text.anchors)], rule), len(text.answer)))
+    plain = lambda values: [round(float(v), 4) for v in values]
+    cells_of_ways = {}
+    for way, found in outcome.items():
+        rounds, committed, reached, accepted = zip(*found)
+        cells_of_ways[way] = {"committed": plain(committed), "rounds": plain(rounds),
+                              "reached": plain(np.sum(reached, axis=0)), "accepted": plain(np.sum(accepted, axis=0))}
+    return cells_of_ways
 
 
 # --------------------------------------------------------------------------------------------------------------- times
@@ -212,9 +177,9 @@ def decode(target, drafter, prompts, description, **options):
 def times(target, found, prompts):
     """Batch 1. "backbone": a block behind a context of 256 tokens, with its base logits. The rest are heads alone, on
     those base logits."""
+    del prompts
     for name, drafter in drafters(target, skip=("long", "backbone")):
-        config = drafter.config
-        ways = ways_of(name, config)
+        config, ways = drafter.config, ways_of(name, drafter.config)
         names = [f"{name}/{way}" for way in ["backbone", *ways]]
         if not found.missing(names, cells.drafter_hash(drafter)):
             continue
@@ -228,9 +193,8 @@ def times(target, found, prompts):
         calls = {"backbone": backbone} | {
             way: functools.partial(known_text.paths, config, how, drafter.params, drafter.draft_to_target, base, hidden,
                                    tokens[anchor], tables.get(how.successors)) for way, how in ways.items()}
-        measured = timing.alternate(calls, 40, settle=True, description=name)
-        for way, summary_of in measured.items():
-            found.put(f"{name}/{way}", {"drafter": cells.drafter_hash(drafter)} | summary_of)
+        for way, seconds in timing.alternate(calls, 40, settle=True, description=name).items():
+            found.put(f"{name}/{way}", {"drafter": cells.drafter_hash(drafter)} | seconds)
 
 
 def drafters(target, skip=()):

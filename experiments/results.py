@@ -9,26 +9,26 @@ from experiments import cells, six
 
 SETS = ("gsm8k", "humaneval", "chat")
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # candidates
-SWEPT = ("vanilla", "joint", "context")  # drafters that are run with each of them
+SWEPT = ("vanilla", "joint")  # drafters that are run with each of them
 BLOCKS = (3, 7, 11, 15)
+PARTS = ("greedy", "sampled", "times")
 NATIVE = {name: "lattice 16" if name == "selector" else "sequential" for name in six.SIX}
 TITLES = {"none": "DFlash", "vanilla": "DSpark, vanilla", "joint": "DSpark, joint-gated", "recurrent": "DSpark, recurrent",
           "context": "context-gated, trained as a Markov head", "selector": "DFlash-2, convolution and Selector"}
 
 
 class Results:
-    """greedy, sampled, times: the cells of the three files, {} where there is none."""
+    """greedy, sampled, times: the cells of the files of these names, {} where there is none."""
 
-    def __init__(self, greedy, sampled, times):
-        self.greedy, self.sampled, self.times = greedy, sampled, times
+    def __init__(self, **parts):
+        self.greedy, self.sampled, self.times = (parts.get(part, {}) for part in PARTS)
         self.missing = []
 
     @classmethod
     def read(cls, folder):
-        """Of folder/greedy.json, sampled.json, times.json. Raises ValueError where they are of different data, target or
-        code."""
+        """Of folder/greedy.json and so on. Raises ValueError where they are of different data, target or code."""
         found = {}
-        for part in ("greedy", "sampled", "times"):
+        for part in PARTS:
             if (folder / f"{part}.json").exists():
                 found[part] = cells.read(folder / f"{part}.json")
         stamps = {part: stamp for part, (stamp, _) in found.items()}
@@ -38,7 +38,7 @@ class Results:
             if different:
                 raise ValueError(f"{folder}: {first}.json and {part}.json were measured with different "
                                  f"{' and '.join(different)}; measure one of them again")
-        return cls(*(found.get(part, (None, {}))[1] for part in ("greedy", "sampled", "times")))
+        return cls(**{part: cells_of_part for part, (_, cells_of_part) in found.items()})
 
     def cell(self, part, name):
         found = getattr(self, part).get(name)
@@ -64,6 +64,16 @@ class Results:
     def milliseconds(self, drafter, way):
         found = self.cell("times", f"{drafter}/{way}")
         return None if found is None else 1e3 * found["median"]
+
+
+def summary(rounds, T):
+    """Plain values of the (accepted, proposed) lists of some prompts: "committed" and "rounds" of each prompt, and by
+    position how many rounds "reached" it and how many "accepted" it."""
+    pairs = [(a, p) for accepted, proposed in rounds for a, p in zip(accepted, proposed)]
+    return {"committed": [sum(accepted) + len(accepted) for accepted, _ in rounds],
+            "rounds": [len(accepted) for accepted, _ in rounds],
+            "reached": [sum(a >= t and p > t for a, p in pairs) for t in range(T)],
+            "accepted": [sum(a > t for a, _ in pairs) for t in range(T)]}
 
 
 def bootstrap(sets, draws=2000, seed=0):
@@ -105,7 +115,7 @@ def implication_1(results):
     for name, way in (("context", "sequential"), ("context", "lattice 16"), ("selector", "sequential"),
                       ("selector", "lattice 16")):
         cold = results.length("greedy", name, way)
-        warm = results.length("sampled", name, way) if (name, way) != ("selector", "sequential") else None
+        warm = results.length("sampled", name, way)
         rows.append([TITLES[name], way, number(cold), interval(cold), number(warm), interval(warm),
                      milliseconds(results.milliseconds(name, "backbone")), milliseconds(results.milliseconds(name, way))])
     return rows
@@ -113,18 +123,19 @@ def implication_1(results):
 
 def implication_2(results, name):
     """A first-order head run with fewer and fewer candidates, without retraining."""
-    rows = [["candidates", "base", "against sequential", "head, ms", "union of halves", "against sequential", "head, ms"]]
-    whole = results.length("greedy", name, "sequential")
+    rows = [["candidates", "temperature 0", "against sequential", "with a union of halves", "against sequential",
+             "temperature 1", "against sequential", "head, ms", "with a union, ms"]]
+    cold, warm = (results.length(part, name, "sequential") for part in ("greedy", "sampled"))
     for M in COUNTS:
-        cells_of_row = [str(M)]
-        for way in (f"lattice {M}", f"union {M}"):
-            if way == "union 1":
-                cells_of_row += ["", "", ""]
-                continue
-            length = results.length("greedy", name, way)
-            cells_of_row += [number(length), percent(length, whole), milliseconds(results.milliseconds(name, way))]
-        rows.append(cells_of_row)
-    rows.append(["all (sequential)", number(whole), "", milliseconds(results.milliseconds(name, "sequential")), "", "", ""])
+        some, both = results.length("greedy", name, f"lattice {M}"), None
+        sampled = results.length("sampled", name, f"lattice {M}")
+        if M > 1:
+            both = results.length("greedy", name, f"union {M}")
+        rows.append([str(M), number(some), percent(some, cold), number(both), percent(both, cold), number(sampled),
+                     percent(sampled, warm), milliseconds(results.milliseconds(name, f"lattice {M}")),
+                     milliseconds(results.milliseconds(name, f"union {M}") if M > 1 else None)])
+    rows.append(["all (sequential)", number(cold), "", "", "", number(warm), "",
+                 milliseconds(results.milliseconds(name, "sequential")), ""])
     return rows
 
 
@@ -167,11 +178,9 @@ def head_room(results, M=16):
 def rules(results):
     """The token rule and the block rule at temperature 1."""
     rows = [["drafter", "run as", "token rule", "95 %", "block rule", "95 %", "gain"]]
-    for name in ("vanilla", "selector"):
-        token = results.length("sampled", name, NATIVE[name])
-        block = results.length("sampled", name, f"{NATIVE[name]}, block rule")
-        rows.append([TITLES[name], NATIVE[name], number(token), interval(token), number(block), interval(block),
-                     percent(block, token)])
+    for name, way in NATIVE.items():
+        token, block = (results.length("sampled", name, f"{way}{rule}") for rule in ("", ", block rule"))
+        rows.append([TITLES[name], way, number(token), interval(token), number(block), interval(block), percent(block, token)])
     return rows
 
 

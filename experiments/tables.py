@@ -44,10 +44,10 @@ def main():
 
 
 def machine_of(folder):
-    for part in ("greedy", "sampled", "times"):
+    for part in results_lib.PARTS:
         if (folder / f"{part}.json").exists():
             return json.loads((folder / f"{part}.json").read_bytes())["machine"]
-    raise FileNotFoundError(f"{folder}: neither greedy.json nor sampled.json nor times.json; see experiments/README.md")
+    raise FileNotFoundError(f"{folder}: no greedy.json, nor any other file of cells; see experiments/README.md")
 
 
 def curve(results):
@@ -72,7 +72,7 @@ def report(results, machine):
         said = "more than 64" if fewest is None else f"{fewest} or more"
         parts += [f"## {results_lib.TITLES[name]}: candidates, without retraining",
                   results_lib.markdown(results_lib.implication_2(results, name)),
-                  f"At most 1 % is lost with {said} candidates."]
+                  f"At temperature 0 at most 1 % is lost with {said} candidates."]
     parts += ["## What the candidates hold", results_lib.markdown(results_lib.head_room(results)),
               "## Token rule and block rule, temperature 1", results_lib.markdown(results_lib.rules(results)),
               "## Block length", results_lib.markdown(results_lib.block_lengths(results)),

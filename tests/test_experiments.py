@@ -11,7 +11,7 @@ import pytest
 import dspark_jax as ds
 import pairs
 from dspark_jax import union
-from experiments import cells, known_text, lattice, results, six
+from experiments import cells, known_text, lattice, results, sampled_text, six, texts
 from experiments.known_text import Way
 from train import compile as compiling
 from train import features, loop, plots
@@ -116,7 +116,7 @@ def test_a_picture_shows_what_decoding_does(target, text, tmp_path):
 
 # --------------------------------------------------------------------------------------------------------------- cells
 
-STAMP = {"data": "d", "target": "t", "code": "c"}
+STAMP = {"data": "d", "target": "t", "library": "l", "method": "m"}
 
 
 def test_cells_are_kept_and_found_missing(tmp_path):
@@ -229,7 +229,7 @@ def made_up():
             greedy[f"{name}/{s}/ranks"] = {"recall": {"16": [0.5] * 7}, "oracle": {"16": 2.5, "1": 1.25}}
         for T in results.BLOCKS:
             greedy[f"long/{s}/sequential T={T}"] = greedy[f"none/{s}/sequential"]
-    return results.Results(greedy, {}, {})
+    return results.Results(greedy=greedy)
 
 
 def test_tables_of_results():
@@ -241,15 +241,15 @@ def test_tables_of_results():
     assert [row[0] for row in rows[1:]] == list(results.TITLES.values())
     assert rows[2][-3:] == ["1.600", rows[2][-2], "+20.0 %"] and rows[1][-1] == ""
     assert results.head_room(found)[2][-4:] == ["1.250", "1.547", "2.500", "24 %"]
-    assert not found.missing
+    assert not found.missing  # so far nothing else was asked for
     assert results.loses_at_most(found, "vanilla") is None and results.loses_at_most(found, "vanilla", 0.05) == 16
     text = results.markdown(results.implication_2(found, "vanilla"))
-    assert text.splitlines()[1].count("---") == 7 and "| 64 | 1.580 | -1.3 % | - |" in text
+    assert text.splitlines()[1].count("---") == 9 and "| 64 | 1.580 | -1.3 % | 1.580 | -1.3 % | - |" in text
     assert "times: vanilla/lattice 64" in found.missing
 
 
 def test_missing_cells_are_named():
-    found = results.Results({}, {}, {})
+    found = results.Results()
     assert found.length("greedy", "vanilla", "sequential") is None
     assert found.missing == [f"greedy: vanilla/{s}/sequential" for s in results.SETS]
     assert results.loses_at_most(found, "vanilla") is None
@@ -260,6 +260,70 @@ def test_files_of_different_versions_make_no_table(tmp_path):
     cells.Cells(tmp_path / "greedy.json", STAMP).put("x", {})
     cells.Cells(tmp_path / "times.json", STAMP).put("y", {})
     assert results.Results.read(tmp_path).times == {"y": {}}
-    cells.Cells(tmp_path / "sampled.json", STAMP | {"code": "other", "data": "new"}).put("z", {})
-    with pytest.raises(ValueError, match="greedy.json and sampled.json were measured with different data and code"):
+    cells.Cells(tmp_path / "sampled.json", STAMP | {"library": "other", "data": "new"}).put("z", {})
+    with pytest.raises(ValueError, match="greedy.json and sampled.json were measured with different data and library"):
         results.Results.read(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- sampled texts
+
+
+def test_expected_rounds_are_those_of_simulated_ones():
+    """Each draft is accepted or not by the toss of a coin, many times."""
+    rng = np.random.default_rng(0)
+    length, T, draws = 12, 3, 40_000
+    accept = rng.uniform(0.2, 1.0, (length - 1, T))
+    rounds, committed, reached, accepted = sampled_text.expected_rounds(sampled_text.survival(accept), length)
+    sums = {"rounds": 0, "committed": 0, "reached": np.zeros(T), "accepted": np.zeros(T)}
+    for right in rng.random((draws, length - 1, T)) < accept:
+        took, proposed = known_text.rounds(right, length)
+        counted = results.summary([(took, proposed)], T)
+        sums["rounds"] += counted["rounds"][0]
+        sums["committed"] += counted["committed"][0]
+        sums["reached"] += counted["reached"]
+        sums["accepted"] += counted["accepted"]
+    for name, expected in (("rounds", rounds), ("committed", committed), ("reached", reached), ("accepted", accepted)):
+        np.testing.assert_allclose(np.asarray(sums[name]) / draws, expected, rtol=0.01, err_msg=name)
+
+
+def test_survival():
+    ratios = np.array([[0.5, 4.0, 0.25], [2.0, 0.25, 3.0]])
+    np.testing.assert_allclose(sampled_text.survival(ratios), [[1, 0.5, 0.5, 0.125], [1, 1, 0.25, 0.25]])
+    np.testing.assert_allclose(sampled_text.survival(ratios, "block"), [[1, 0.5, 0.5, 0.5], [1, 1, 0.5, 0.5]])
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("transition, M", [("joint", 5), ("recurrent", 0)])
+def test_sampled_texts_have_the_rounds_of_decoding(target, transition, M, rule):
+    """Speculative sampling, many times, against what its own texts say: both have the same mean."""
+    drafter, N, length = drafter_of(target, transition, draft_ids=np.arange(1, 23)), 400, 14
+    prompt = [3, 1, 4, 1, 5]
+    options = {"execution": "lattice", "candidates": M} if M else {"execution": "sequential"}
+    result = ds.generate(target, drafter, [prompt] * N, max_new_tokens=length, temperature=1.0, stop_tokens=(),
+                         verification=rule, **options)
+    to_draft = np.asarray(loop.inverse(drafter.draft_to_target, 24))
+    expected, anchors = [], np.arange(length - 1)
+    at = np.minimum(anchors[:, None] + np.arange(4), length - 1)
+    for answer in map(np.array, result.tokens[:200]):
+        tokens = jnp.array([*prompt, *answer])
+        rows = features.rows_of(target.config, target.params, tokens[None], (0, 1))[0, :, :2 * target.config.hidden_size]
+        base, hidden = known_text.heads(drafter.config, drafter.params, drafter.embedding, drafter.head_rows, rows, tokens,
+                                        len(prompt) + jnp.asarray(anchors))
+        labels = known_text.labels_of(answer, anchors, 4)
+        log_p = texts.log_p_of(target, np.array(tokens))[len(prompt):]
+        ratios = sampled_text.ratios(
+            drafter.config, M, drafter.params, base, hidden, jnp.asarray(answer[at]),
+            jnp.asarray(np.where(labels < 0, -1, to_draft[labels])), jnp.asarray(log_p[np.minimum(at + 1, length - 1)]))
+        expected.append(sampled_text.expected_rounds(sampled_text.survival(ratios, rule), length)[0])
+    real = np.array([len(row) for row in result.accepted])
+    error = np.sqrt(real.var() / len(real) + np.var(expected) / len(expected))
+    assert abs(real.mean() - np.mean(expected)) < 3.5 * error
+    assert error < 0.03 * real.mean() and real.mean() < 0.9 * (length - 1)  # or it would say little
+
+
+def test_the_laws_of_a_text(target):
+    tokens = np.array([3, 1, 4, 1, 5, 9, 2])
+    log_p = texts.log_p_of(target, tokens)
+    expected = jax.nn.log_softmax(target.logits(jnp.asarray(tokens[None]))[0])
+    assert log_p[0] == 0 and log_p.shape == tokens.shape
+    np.testing.assert_allclose(log_p[1:], [expected[i, token] for i, token in enumerate(tokens[1:])], rtol=1e-4)
