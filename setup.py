@@ -31,7 +31,10 @@ setuptools.setup(
         "ml_dtypes>=0.5,<0.7",
     ],
     extras_require={
-        "test": ["pytest>=8.4,<10", "safetensors>=0.7,<0.9", "matplotlib>=3.10,<4"],
+        "test": [
+            "pytest>=8.4,<10", "safetensors>=0.7,<0.9", "matplotlib>=3.10,<4",
+            "nbclient>=0.10.2,<0.12", "nbformat>=5.10,<6", "ipykernel>=6.29,<8",  # tests/test_notebooks.py
+        ],
         "plots": ["matplotlib>=3.10,<4"],
         "torch": ["torch>=2.6,<3"],  # only what `train.benchmark` compares a training step with
         "tpu": ["jax[tpu]>=0.10,<0.11.1"],  # brings TPU's compiler, which tests/test_tpu_compile.py asks what it makes
