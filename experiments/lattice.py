@@ -1,6 +1,6 @@
 """Draws one lattice of real decoding: candidates, the laws between them, the walk, and what the target says.
 
-  python -m experiments.lattice --drafter=drafters/smollm2-135m-dspark --out=experiments/lattice.png
+  python -m experiments.lattice --accepted=2 --prompt=7 --out=experiments/lattice.png
 
 Drawn is the first block of the answer that has --accepted drafts accepted, or the one behind token --anchor of it.
 """

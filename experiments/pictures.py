@@ -53,9 +53,10 @@ def candidates(results):
             panel.axhline(whole[0], color="0.4", linewidth=1, label="sequential, all tokens")
         if taken:
             times.axhline(taken, color="0.4", linewidth=1, linestyle=":")
-        times.set_yscale("log")
+        times.set_ylim(bottom=0)
         times.set_ylabel("head, ms a block (dotted)")
         panel.set_xscale("log", base=2)
+        panel.set_xticks(counts, counts)
         panel.set(title=results_lib.TITLES[name], xlabel="candidates")
         panel.grid(alpha=0.3)
     figure.axes[0].set_ylabel("accepted length, temperature 0")
@@ -78,8 +79,7 @@ def learning(results, curve):
         for i, name in enumerate(six.SIX):
             length = results.length("greedy", name, results_lib.NATIVE[name])
             if length:
-                panel.errorbar([end], length[:1], [[length[0] - length[1]], [length[2] - length[0]]], marker="s",
-                               color=f"C{i}", capsize=2, label=results_lib.TITLES[name])
+                panel.plot([end], length[:1], marker="s", color=f"C{i}", linestyle="", label=f"{results_lib.TITLES[name]}, after it")
     panel.set(xlabel="positions trained", ylabel="accepted length, temperature 0")
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")

@@ -388,6 +388,7 @@ def test_a_run_begins_with_another_backbone(tokens, tmp_path):
     ({"intermediate_size": 31}, "another backbone than the config asks for, see .*mlp"),
     ({"num_hidden_layers": 2}, "another backbone than the config asks for, see layers_1"),
     ({"target_layer_ids": (1,)}, "another backbone than the config asks for, see fc"),
+    ({"target_layer_ids": (-1, 1)}, "reads layers .0, 1., drafter.target_layer_ids is .-1, 1."),
 ])
 def test_another_backbone_is_refused(tokens, tmp_path, fields, text):
     save_start(tokens, tmp_path / "dflash", transition="none", transition_init="normal", confidence=False)
@@ -408,6 +409,9 @@ def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence
     for name, params in drafter.params.items():
         kept = name != "confidence" or confidence
         jax.tree.map(np.testing.assert_array_equal, params, (earlier if kept else fresh).params[name])
+    config.init_backbone = str(tmp_path / "short")
+    with pytest.raises(ValueError, match="init_from, init_backbone: only one"):
+        loop.starting_drafter(config, *arguments)
     config, arguments = beginning(tokens, rank=7)
     config.init_from = str(tmp_path / "short")
     with pytest.raises(ValueError, match="not only by its block_length, execution"):

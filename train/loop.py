@@ -228,10 +228,16 @@ def drafter_config(options, target):
 
 
 def starting_drafter(config, model, target, data, sequences):
-    """The drafter ``config.init_from`` where there is one, with a fresh confidence head if it has none. Otherwise fresh parameters and the most frequent answer tokens
-    as draft vocabulary, with "bigram" starting the transition tables from the bigram statistics of the sequences.
-    Backbone and draft vocabulary are those of ``config.init_backbone`` where that is given."""
+    """The drafter that training begins with.
+
+    It is ``config.init_from`` where that is given, with a fresh confidence head if it has none. Otherwise parameters are
+    fresh, but for the backbone of ``config.init_backbone`` where that is given, whose draft vocabulary comes with it; without,
+    the most frequent answer tokens can be drafted. "bigram" starts the transition tables from the bigram statistics of
+    the sequences. Raises ValueError that names the config's field for a drafter that does not fit.
+    """
     if config.init_from:
+        if config.get("init_backbone"):
+            raise ValueError("init_from, init_backbone: only one of them may be given")
         earlier = _earlier_drafter("init_from", config.init_from, target)
         free = ("block_length", "execution", "candidates", "confidence_temperatures")  # no parameter depends on them
         free += ("confidence", "confidence_with_predecessor") if not earlier.config.confidence else ()
@@ -250,6 +256,9 @@ def starting_drafter(config, model, target, data, sequences):
             raise ValueError(f"init_backbone: {config.init_backbone} drafts {earlier.config.draft_vocab_size} ids, "
                              f"drafter.draft_vocab_size is {model.draft_vocab_size}; they must be equal")
         params["backbone"] = grow(params["backbone"], earlier.params["backbone"], f"init_backbone: {config.init_backbone}")
+        if earlier.config.target_layer_ids != model.target_layer_ids:
+            raise ValueError(f"init_backbone: {config.init_backbone} reads layers {earlier.config.target_layer_ids}, "
+                             f"drafter.target_layer_ids is {model.target_layer_ids}; they must be equal")
     else:
         draft_ids = most_frequent(data.tokens[data.loss_mask], model.vocab_size, model.draft_vocab_size)
     if config.drafter.transition_init == "bigram":
