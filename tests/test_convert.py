@@ -379,9 +379,11 @@ def in_full_vocabulary(shipped, target):
     successor[:, -1] = -8192.0  # exact in 16 bits
     successor[ids, :-1], successor[ids, -1] = table["successor"], 0.0
     confidence = shipped.params["confidence"]
+    head = {"predecessor": jnp.asarray(predecessor), "successor": jnp.asarray(successor)}
+    if config.transition == "joint":  # the new channel's gate is open, and opens no other
+        head |= {"gate_kernel": jnp.pad(table["gate_kernel"], ((0, 1), (0, 1))), "gate_bias": jnp.append(table["gate_bias"], 40.0)}
     params = shipped.params | {
-        "transition": {"predecessor": jnp.asarray(predecessor), "successor": jnp.asarray(successor)},
-        "confidence": confidence | {"kernel": jnp.append(confidence["kernel"], 0.0)}}
+        "transition": head, "confidence": confidence | {"kernel": jnp.append(confidence["kernel"], 0.0)}}
     config = dataclasses.replace(config, draft_vocab_size=size, rank=config.rank + 1)
     return drafter_lib.attach(config, params, target)
 
@@ -394,7 +396,7 @@ def as_selector(shipped, target):
                                  confidence=False)
     bare = drafter_lib.attach(config, {"backbone": full.params["backbone"]}, target)
     selector = conversions.to_dflash2(bare, rank=shipped.config.rank)
-    head = selector.params["transition"] | {name: array[:, :-1] for name, array in full.params["transition"].items()}
+    head = selector.params["transition"] | {name: full.params["transition"][name][:, :-1] for name in ("predecessor", "successor")}
     return dataclasses.replace(selector, params=selector.params | {"transition": head})
 
 
