@@ -84,17 +84,16 @@ def greedy(target, found, prompts):
                     found.put(cell_name, {"drafter": cells.drafter_hash(drafter)} | cell)
 
 
-def blocks_of(drafter, text, length):
+def blocks_of(drafter, to_draft, text, length):
     """Anchors int [N], base logits, hidden states, labels as target ids and as draft ids, int [N, T], -1 where there is none.
 
-    length: anchors of the longest text; a shorter one's last is repeated, so that one shape is compiled.
+    to_draft: int [V], draft id of each target id, of `loop.inverse`. length: anchors of the longest text; a shorter one's last is repeated, so that one shape is compiled.
     """
     config = drafter.config
     anchors = np.minimum(np.arange(length), len(text.answer) - 2)
     base, hidden = known_text.heads(config, drafter.params, drafter.embedding, drafter.head_rows, text.rows, text.tokens,
                                     jnp.asarray(text.prompt + anchors))
     labels = known_text.labels_of(text.answer, anchors, config.block_length)
-    to_draft = np.asarray(loop.inverse(drafter.draft_to_target, config.vocab_size))
     return anchors, base, hidden, labels, np.where(labels < 0, -1, to_draft[labels])
 
 
@@ -103,8 +102,9 @@ def greedy_cells(drafter, said, ways, description):
     config, T = drafter.config, drafter.config.block_length
     tables = {K: union.successor_table(drafter.params["transition"], K) for K in {way.successors for way in ways.values()} if K}
     outcome, ranked, N = {way: [] for way in ways}, [], max(len(text.anchors) for text in said)
+    to_draft = np.asarray(loop.inverse(drafter.draft_to_target, config.vocab_size))
     for text in tqdm.tqdm(said, desc=description, leave=False, dynamic_ncols=True):
-        anchors, base, hidden, labels, draft_labels = blocks_of(drafter, text, N)
+        anchors, base, hidden, labels, draft_labels = blocks_of(drafter, to_draft, text, N)
         first = jnp.asarray(text.answer[anchors])
         for way, how in ways.items():
             drafted = known_text.paths(config, how, drafter.params, drafter.draft_to_target, base, hidden, first,
@@ -152,8 +152,9 @@ def sampled(target, found, prompts):
 def sampled_cells(drafter, said, ways, description):
     """{name of the way: its cell}, with expectations in place of counts."""
     outcome, N = {way: [] for way in ways}, max(len(text.anchors) for text in said)
+    to_draft = np.asarray(loop.inverse(drafter.draft_to_target, drafter.config.vocab_size))
     for text in tqdm.tqdm(said if ways else (), desc=description, leave=False, dynamic_ncols=True):
-        anchors, base, hidden, labels, draft_labels = blocks_of(drafter, text, N)
+        anchors, base, hidden, labels, draft_labels = blocks_of(drafter, to_draft, text, N)
         at = np.minimum(anchors[:, None] + np.arange(labels.shape[1]), len(text.answer) - 1)
         predecessors = jnp.asarray(text.answer[at])
         log_p = jnp.asarray(text.log_p[np.minimum(at + 1, len(text.answer) - 1)])

@@ -5,9 +5,10 @@ Every table is a list of rows of text, its first row the header. Cells that are 
 
 import numpy as np
 
+from dspark_jax.data import sources
 from experiments import cells, six
 
-SETS = ("gsm8k", "humaneval", "chat")
+SETS = sources.EVALUATION_SOURCES
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # candidates
 SWEPT = ("vanilla", "joint")  # drafters that are run with each of them
 BLOCKS = (3, 7, 11, 15)

@@ -11,10 +11,7 @@ import tqdm
 import dspark_jax as ds
 from dspark_jax import target as target_lib
 from dspark_jax.data.documents import Documents
-from train import features
-
-BUCKET = 64  # texts are padded to a multiple of this, so that few shapes are compiled
-
+from train import features, measure
 
 @dataclasses.dataclass(frozen=True)
 class Text:
@@ -69,7 +66,7 @@ class Texts:
         texts = []
         for i in range(len(said)):
             (tokens, answered), (rows, _) = said.document(i), stored.of(i)
-            extra, prompt = -len(tokens) % BUCKET, int(np.argmax(answered))
+            extra, prompt = -len(tokens) % features.BUCKET, int(np.argmax(answered))
             if len(tokens) - prompt > 1:
                 texts.append(Text(
                     jnp.asarray(np.pad(tokens.astype(np.int32), (0, extra))),
@@ -80,7 +77,7 @@ class Texts:
 
 def log_p_of(target, tokens):
     """float32 [S]: the log-probability of each token behind those before it, 0 for the first."""
-    padded = jnp.asarray(np.pad(tokens.astype(np.int32), (0, -len(tokens) % BUCKET))[None])
+    padded = jnp.asarray(np.pad(tokens.astype(np.int32), (0, -len(tokens) % features.BUCKET))[None])
     hidden, _ = target_lib.forward(target.config, target.params, padded)
     return np.concatenate([[np.float32(0)], np.asarray(_log_p(target.config, target.params, hidden, padded))[:len(tokens) - 1]])
 
@@ -101,6 +98,6 @@ def decode(target, drafter, prompts, description, batch_size, **options) -> ds.R
     for start in tqdm.trange(0, len(order), batch_size, desc=description, leave=False, dynamic_ncols=True):
         batch = [prompts[i] for i in order[start:start + batch_size]]
         parts.append(ds.generate(target, drafter, batch, seed=start, **options))
-    names, back = [field.name for field in dataclasses.fields(ds.Result)], np.argsort(order)
-    merged = {name: sum((getattr(part, name) for part in parts), []) for name in names}
-    return ds.Result(**{name: [rows[i] for i in back] if rows else rows for name, rows in merged.items()})
+    merged, back = measure.side_by_side(parts), np.argsort(order)
+    rows = {field.name: getattr(merged, field.name) for field in dataclasses.fields(merged)}
+    return ds.Result(**{name: [found[i] for i in back] if found else found for name, found in rows.items()})

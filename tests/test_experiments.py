@@ -10,6 +10,7 @@ import pytest
 
 import dspark_jax as ds
 import pairs
+import program
 from dspark_jax import union
 from experiments import cells, known_text, lattice, results, sampled_text, six, texts
 from experiments.known_text import Way
@@ -327,3 +328,9 @@ def test_the_laws_of_a_text(target):
     expected = jax.nn.log_softmax(target.logits(jnp.asarray(tokens[None]))[0])
     assert log_p[0] == 0 and log_p.shape == tokens.shape
     np.testing.assert_allclose(log_p[1:], [expected[i, token] for i, token in enumerate(tokens[1:])], rtol=1e-4)
+
+
+def test_the_committed_tables_are_those_of_the_committed_cells():
+    done = program.run_module("experiments.tables")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (cells.ROOT / "experiments/RESULTS.md").read_text() + "\n"

@@ -36,7 +36,8 @@ def assemble(documents, features_of, chosen, length, max_length):
     """The arrays of a batch of B rows of S = ``length`` tokens, documents cut after ``max_length``.
 
     documents: `dspark_jax.data.documents.Documents`. features_of: gives the stored feature rows and log-normalisers of
-    document i (`train.features.Features.of`); None: there are none. chosen: one document for each row, or where rows are packed a list of them.
+    document i (`train.features.Features.of`); None: there are none. chosen: one document for each row, or where rows are
+    packed a list of them.
 
     -> tokens int32 [B, S], loss_mask float32 [B, S], features bfloat16 [B, S, W] and log_normalizers float32
     [B, S] or None, and documents int32 [B, S], which document of its row each token belongs to, counted from 1, padding

@@ -119,12 +119,13 @@ def merge(measurements) -> Measurement:
     """The measurement over the prompts of all of them, at least one, made with the same settings."""
     return dataclasses.replace(
         measurements[0],
-        result=_side_by_side([m.result for m in measurements]), seconds=sum(m.seconds for m in measurements),
-        plain=_side_by_side([m.plain for m in measurements]) if measurements[0].plain else None,
+        result=side_by_side([m.result for m in measurements]), seconds=sum(m.seconds for m in measurements),
+        plain=side_by_side([m.plain for m in measurements]) if measurements[0].plain else None,
         plain_seconds=sum(m.plain_seconds for m in measurements))
 
 
-def _side_by_side(results):
+def side_by_side(results) -> ds.Result:
+    """The results of several batches as that of all their prompts, in order."""
     names = [field.name for field in dataclasses.fields(ds.Result)]
     return ds.Result(*(sum((getattr(r, name) for r in results), []) for name in names))
 
