@@ -12,7 +12,7 @@ import dspark_jax as ds
 import pairs
 import program
 from dspark_jax import union
-from experiments import cells, known_text, lattice, results, sampled_text, six, texts
+from experiments import block_lattices, cells, known_text, results, sampled_text, six, texts
 from experiments.known_text import Way
 from train import compile as compiling
 from train import features, loop, plots
@@ -95,7 +95,7 @@ def test_a_picture_shows_what_decoding_does(target, text, tmp_path):
     prompt, answer, _ = text
     target = dataclasses.replace(target, tokenizer=Letters())
     drafter = drafter_of(target, "joint", draft_ids=np.arange(2, 22))
-    lattices = lattice.Lattices(target, drafter, prompt, answer, 5)
+    lattices = block_lattices.Lattices(target, drafter, prompt, answer, 5)
     drafted, anchors = draft(drafter, Way(5), text)
     for at in anchors[:-4]:
         np.testing.assert_array_equal(lattices.drafted(at), drafted[at])
