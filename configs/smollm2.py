@@ -45,6 +45,10 @@ def get_config():
     config.features = config_dict.ConfigDict()
     config.features.cached = True
     config.features.directory = config_dict.placeholder(str)  # None: inside the work directory
+    config.features.made_by = config_dict.placeholder(str)  # "deepspec" or "speculators"; None: by this program
+    config.features.layer_ids = config_dict.placeholder(tuple)  # what speculators' files do not say: the layers, as
+    config.features.layer_id_base = config_dict.placeholder(int)  # counted from this number of the first one,
+    config.features.final_normed = config_dict.placeholder(bool)  # and whether the last states are final-normed
 
     config.drafter = config_dict.ConfigDict()
     config.drafter.num_hidden_layers = 2

@@ -50,7 +50,7 @@ class Texts:
                 raise ValueError(f"{file}: answers to other prompts; delete it, or give the same --count")
             sequences = [said.document(i)[0] for i in range(len(said))]
             with tqdm.tqdm(total=len(said), desc=f"features of {name}", leave=False, dynamic_ncols=True) as bar:
-                stored = features.compute(target, sequences, taps, folder / name, batch=4,
+                stored = features.compute(target, said, taps, folder / name, batch=4,
                                           progress=lambda done, total: bar.update(done - bar.n))
             laws, log_p = folder / f"{name}_log_p.npy", None
             if temperature and not laws.exists():

@@ -12,6 +12,7 @@ import dspark_jax as ds
 import pairs
 import program
 from dspark_jax import union
+from dspark_jax.data.documents import Documents
 from experiments import block_lattices, cells, known_text, results, sampled_text, six, texts
 from experiments.known_text import Way
 from train import compile as compiling
@@ -30,8 +31,9 @@ def text(target, tmp_path_factory):
     """(prompt, greedy answer, features) without a stop token."""
     prompt = [3, 1, 4, 1, 5]
     answer = ds.generate(target, None, [prompt], max_new_tokens=LENGTH, stop_tokens=()).tokens[0]
-    stored = features.compute(target, [np.array([*prompt, *answer])], (0, 1), tmp_path_factory.mktemp("features"))
-    return prompt, np.array(answer), stored.rows[:, :2 * target.config.hidden_size]
+    said = Documents.pack([([*prompt, *answer], [False] * 5 + [True] * len(answer), "")])
+    rows, _ = features.compute(target, said, (0, 1), tmp_path_factory.mktemp("features")).of(0)
+    return prompt, np.array(answer), rows[:, :2 * target.config.hidden_size]
 
 
 def drafter_of(target, transition, **fields):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import pairs
-from dspark_jax.data import target_cache
+from dspark_jax.data import target_cache, target_cache_writer
 from dspark_jax.data.target_cache import RECORD, TargetCache
+from dspark_jax.data.target_cache_writer import Writer
 from golden import GOLDENS
 
 HIDDEN = ("target_hidden_states", "target_last_hidden_states")
@@ -127,3 +128,67 @@ def test_an_empty_sample_is_allowed(tmp_path):
     edit_record(folder, 2, seq_len=0)
     cache = target_cache.TargetCache(folder)
     assert cache[2].target_hidden_states.shape == (0, 192) and cache.batch([2])["input_ids"].shape == (1, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+ARRAYS = (*TOKENS, *HIDDEN)
+
+
+def writer_like(cache, folder, **changed):
+    options = {"target": "target", "layer_ids": (0, 2), "hidden_size": 96, "fingerprint": "of the goldens"} | changed
+    return Writer(folder, cache.lengths, **options)
+
+
+@pytest.mark.parametrize("shard_bytes", [2**36, 48_000, 1])
+def test_what_is_written_is_what_deepspec_wrote(shard_bytes, tmp_path, monkeypatch):
+    """The samples of its own cache, put in another order: the same shard and index, in one shard byte for byte."""
+    monkeypatch.setattr(target_cache_writer, "SHARD_BYTES", shard_bytes)
+    expected, folder = TargetCache(GOLDENS / "dspark/cache_v2"), tmp_path / "cache"
+    writer = writer_like(expected, folder)
+    for i in (2, 0, 1):
+        writer.put(i, *(getattr(expected[i], name) for name in ARRAYS))
+    cache = writer.finish()
+    for i in range(3):
+        for name in ARRAYS:
+            np.testing.assert_array_equal(getattr(cache[i], name).view(np.uint8), getattr(expected[i], name).view(np.uint8))
+    shards = sorted(folder.glob("shard-*.bin"))
+    assert len(shards) == {2**36: 1, 48_000: 2, 1: 3}[shard_bytes]
+    assert all(s.stat().st_size <= shard_bytes for s in shards) or shard_bytes == 1
+    if len(shards) == 1:
+        for name in ("shard-00000.bin", "samples.idx"):
+            assert (folder / name).read_bytes() == (GOLDENS / "dspark/cache_v2" / name).read_bytes()
+        ours = json.loads((folder / "manifest.json").read_text())
+        theirs = json.loads((GOLDENS / "dspark/cache_v2/manifest.json").read_text())
+        assert {name: ours[name] for name in theirs if name in ours} == {name: theirs[name] for name in theirs if name in ours}
+        assert {"version", "num_samples", "shards", "target_layer_ids", "hidden_size"} <= {*ours} & {*theirs}
+
+
+def test_a_writer_goes_on_where_the_last_one_was(tmp_path):
+    expected = TargetCache(GOLDENS / "dspark/cache_v2")
+    writer = writer_like(expected, tmp_path)
+    assert writer.done == 0
+    writer.put(0, *(getattr(expected[0], name) for name in ARRAYS))
+    writer.keep(1)
+    with pytest.raises(FileNotFoundError, match="manifest.json"):
+        TargetCache(tmp_path)
+    with pytest.raises(ValueError, match="fingerprint, target_layer_ids differ|target_layer_ids, .*fingerprint differ"):
+        writer_like(expected, tmp_path, fingerprint="another", layer_ids=(0, 1))
+    later = writer_like(expected, tmp_path)
+    assert later.done == 1
+    for i in (1, 2):
+        later.put(i, *(getattr(expected[i], name) for name in ARRAYS))
+    later.keep(3)
+    cache = later.finish()
+    np.testing.assert_array_equal(cache[0].input_ids, expected[0].input_ids)
+    assert writer_like(expected, tmp_path).done == 3
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["manifest.json", "samples.idx", "shard-00000.bin"]
+
+
+def test_samples_of_another_shape_are_refused(tmp_path):
+    expected = TargetCache(GOLDENS / "dspark/cache_v2")
+    writer, arrays = writer_like(expected, tmp_path), [getattr(expected[1], name) for name in ARRAYS]
+    for at, wrong in ((0, arrays[0].astype(np.int64)), (3, arrays[3][:, 1:]), (4, arrays[4][1:])):
+        with pytest.raises(ValueError, match=f"sample 1: {ARRAYS[at]}: .*; must be "):
+            writer.put(1, *arrays[:at], wrong, *arrays[at + 1:])

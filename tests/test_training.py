@@ -1,9 +1,11 @@
 """Training: a run that was killed ends like one that was not. Features, batches, first tables, drafter files."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +25,9 @@ import tiny_run
 from dspark_jax import loading
 from dspark_jax import target as target_lib
 from dspark_jax.checkpoints import huggingface
+from dspark_jax.checkpoints.safetensors_files import write_file
 from dspark_jax.data.documents import Documents
+from dspark_jax.data.target_cache import TargetCache, check_fits
 from train import batches, bigram, features, loop, objective
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -241,82 +245,177 @@ def test_draft_vocabulary():
 
 
 @pytest.fixture(scope="module")
-def sequences():
+def documents():
     rng = np.random.default_rng(0)
-    return [rng.integers(0, tiny_run.VOCABULARY, n) for n in (9, 30, 1, 70, 12, 9, 64)]
+    return Documents.pack([(rng.integers(0, tiny_run.VOCABULARY, n), np.arange(n) > n // 3, "")
+                           for n in (9, 30, 1, 70, 12, 9, 64)])
 
 
 class Stop(Exception):
     pass
 
 
-def test_features_equal_the_forward(sequences, tmp_path):
+def bits(cached, documents):
+    """All that is stored of them, as integers."""
+    rows, norms = zip(*[cached.of(i) for i in range(len(documents))])
+    return np.concatenate(rows).view(np.uint16), np.concatenate(norms).view(np.uint32)
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_features_equal_the_forward(documents, tmp_path):
+    """And lie there as a target cache of DeepSpec's format, which fits the target."""
     target, taps = tiny_run.target(), (-1, 1)
-    cached = features.compute(target, sequences, taps, tmp_path, batch=3)
-    assert cached.starts.tolist() == np.cumsum([0, *map(len, sequences)]).tolist()
-    assert cached.rows.dtype == ml_dtypes.bfloat16
-    for i, sequence in enumerate(sequences):
-        padded = jnp.asarray(np.pad(sequence, (0, 70 - len(sequence)))[None])
+    cached = features.compute(target, documents, taps, tmp_path, "some/target", batch=3)
+    cache = TargetCache(tmp_path)
+    check_fits(cache, target)
+    assert cache.target == "some/target" and cache.target_layer_ids == taps and cache.final_normed
+    for i in range(len(documents)):
+        sequence, mask = documents.document(i)
+        padded = jnp.asarray(np.pad(sequence.astype(np.int32), (0, 70 - len(sequence)))[None])
         hidden, tapped = target_lib.forward(target.config, target.params, padded, taps)
         expected = np.concatenate([*tapped, hidden], axis=-1)[0, :len(sequence)]
         rows, norms = cached.of(i)
+        assert rows.dtype == ml_dtypes.bfloat16
         rows = rows.astype(np.float32)
         np.testing.assert_allclose(rows, expected, rtol=2**-8, atol=1e-5)  # half a unit in the last place is 2^-9
         logits = rows[:, -target.config.hidden_size:].astype(np.float64) @ np.float64(target.head_rows()).T
         np.testing.assert_allclose(norms, np.log(np.sum(np.exp(logits), axis=-1)), rtol=1e-5)
+        np.testing.assert_array_equal(cache[i].input_ids, sequence)
+        np.testing.assert_array_equal(cache[i].loss_mask, mask)
+        assert cache[i].attention_mask.all()
+    found = features.documents_of(cache)
+    for name in ("tokens", "loss_mask", "length"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(documents, name))
 
 
-def test_interrupted_features_go_on(sequences, tmp_path):
+def test_interrupted_features_go_on(documents, tmp_path):
     target, taps = tiny_run.target(), (0, 1)
-    whole = features.compute(target, sequences, taps, tmp_path / "whole", batch=2)
+    whole = bits(features.compute(target, documents, taps, tmp_path / "whole", batch=2), documents)
 
     def stop_after_two(done, total):
-        assert total == len(sequences)
+        assert total == len(documents)
         if done == 4:
             raise Stop
 
     with pytest.raises(Stop):
-        features.compute(target, sequences, taps, tmp_path / "parts", batch=2, progress=stop_after_two)
+        features.compute(target, documents, taps, tmp_path / "parts", batch=2, progress=stop_after_two)
+    with pytest.raises(FileNotFoundError, match="manifest.json"):  # it is no cache yet
+        TargetCache(tmp_path / "parts")
     seen = []
-    parts = features.compute(target, sequences, taps, tmp_path / "parts", batch=2,
+    parts = features.compute(target, documents, taps, tmp_path / "parts", batch=2,
                              progress=lambda done, total: seen.append(done))
     assert seen == [6, 7]  # nothing is computed twice
-    np.testing.assert_array_equal(parts.rows.view(np.uint16), whole.rows.view(np.uint16))
-    again = features.compute(target, sequences, taps, tmp_path / "parts",
+    assert_same(bits(parts, documents), whole)
+    again = features.compute(target, documents, taps, tmp_path / "parts",
                              progress=lambda *_: pytest.fail("computed again"))
-    np.testing.assert_array_equal(again.rows.view(np.uint16), whole.rows.view(np.uint16))
+    assert_same(bits(again, documents), whole)
+    names = [file.name for file in sorted((tmp_path / "parts").iterdir())]
+    assert names == ["log_normalizers.bin", "manifest.json", "samples.idx", "shard-00000.bin"]
 
 
-def test_features_of_something_else_are_refused(sequences, tmp_path):
+def test_features_of_something_else_are_refused(documents, tmp_path):
     target = tiny_run.target()
-    features.compute(target, sequences, (0, 1), tmp_path)
+    features.compute(target, documents, (0, 1), tmp_path)
     other = pairs.random_target(seed=9, vocab_size=tiny_run.VOCABULARY, tie_word_embeddings=False)
-    for arguments, differs in [((target, sequences, (-1, 1)), "taps"), ((target, sequences[:-1], (0, 1)), "tokens"),
-                               ((other, sequences, (0, 1)), "fingerprint"),
-                               ((target, [s[::-1] for s in sequences], (0, 1)), "fingerprint")]:
+    unmasked = dataclasses.replace(documents, loss_mask=np.zeros_like(documents.loss_mask))
+    for arguments, differs in [((target, documents, (-1, 1)), "target_layer_ids"),
+                               ((target, documents.first(6), (0, 1)), "num_samples"),
+                               ((other, documents, (0, 1)), "fingerprint"), ((target, unmasked, (0, 1)), "fingerprint")]:
         with pytest.raises(ValueError) as error:
             features.compute(*arguments, tmp_path)
         assert str(tmp_path) in str(error.value) and differs in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("done", [4, 7])
 @pytest.mark.parametrize("name, text", [
-    ("manifest.json", "{"), ("manifest.json", "[]"), ("features.bin", "short"), ("features.bin", None),
+    ("manifest.json", "{"), ("manifest.json", "[]"), ("shard-00000.bin", "short"), ("shard-00000.bin", None),
     ("log_normalizers.bin", None)])
-def test_damaged_features(sequences, tmp_path, name, text):
-    """A manifest that can't be read is an error that names it; rows that are not all there are computed again."""
+def test_damaged_features(documents, tmp_path, name, text, done):
+    """A manifest that can't be read is an error that names it; rows that are not all there are computed again, also
+    where that is stopped in its midst."""
     target, taps = tiny_run.target(), (0, 1)
-    whole = np.array(features.compute(target, sequences, taps, tmp_path, batch=4).rows.view(np.uint16))
+    whole = bits(features.compute(target, documents, taps, tmp_path, batch=4), documents)
     file = tmp_path / name
     file.unlink()
     if text is not None:
         file.write_text(text)
     if name == "manifest.json":
         with pytest.raises(ValueError) as error:
-            features.compute(target, sequences, taps, tmp_path)
+            features.compute(target, documents, taps, tmp_path)
         assert str(file) in str(error.value) and "\n" not in str(error.value)
-    else:
-        again = features.compute(target, sequences, taps, tmp_path, batch=4)
-        np.testing.assert_array_equal(again.rows.view(np.uint16), whole)
+        return
+
+    def stop(now, total):
+        if now == done < total:
+            raise Stop
+
+    with pytest.raises(Stop) if done < 7 else contextlib.nullcontext():
+        features.compute(target, documents, taps, tmp_path, batch=4, progress=stop)
+    assert_same(bits(features.compute(target, documents, taps, tmp_path, batch=4), documents), whole)
+
+
+def test_features_of_other_programs(tokens, tmp_path):
+    """A run on a cache that says what ours does ends with the same parameters. One on speculators' files, whose last states
+    are rounded before they are normed, and which lack the log-normalisers that a reduced draft vocabulary needs, begins
+    with nearly the same loss, also where documents are left out."""
+    target, documents, taps = tiny_run.target(), Documents.load(tokens), (0, 1)
+    features.compute(target, documents, taps, tmp_path / "cache")
+    (tmp_path / "files").mkdir()
+    for i in range(len(documents)):
+        ids = documents.document(i)[0].astype(np.int64)
+        _, states = target_lib.forward(target.config, target.params, jnp.asarray(ids[None]), (0, 1, 1))
+        states = np.stack([state[0] for state in states], axis=1).astype(ml_dtypes.bfloat16)
+        write_file(tmp_path / f"files/hs_{i}.safetensors", {"token_ids": ids, "hidden_states": states})
+    deepspec = {"made_by": "deepspec", "directory": str(tmp_path / "cache")}
+    speculators = {"made_by": "speculators", "directory": str(tmp_path / "files"), "layer_ids": (1, 2), "layer_id_base": 1,
+                   "final_normed": False}
+
+    def trained(name, made_by, steps, vocabulary, weights):
+        config = tiny_run.config(tokens)
+        config.steps, config.drafter.draft_vocab_size, config.drafter.transition_init = steps, vocabulary, "normal"
+        config.data.source_weights, config.optimizer.warmup_steps = weights, 0
+        config.features.update(made_by)
+        config.data.tokens = None if made_by is deepspec else str(tokens)
+        params = loop.train(config, tmp_path / name, target).params
+        return params, lines(tmp_path / name)[0]["loss"]
+
+    ours, _ = trained("ours", {}, 6, tiny_run.VOCABULARY, {})
+    same_params(trained("deepspec", deepspec, 6, tiny_run.VOCABULARY, {})[0], ours)
+    _, some = trained("some of ours", {}, 1, 20, {"chat": 0.0})
+    assert abs(trained("some of speculators", speculators, 1, 20, {"chat": 0.0})[1] - some) < 1e-2
+
+
+FEATURES = {  # of a config's section: what is said of it
+    "made_by": ({"made_by": "me"}, "features.made_by: 'me'; allowed: 'deepspec', 'speculators'"),
+    "online": ({"made_by": "deepspec", "cached": False}, "features.cached: False"),
+    "directory": ({"made_by": "deepspec"}, "features.directory: None"),
+    "tokens": ({"made_by": "deepspec", "directory": "here"}, "data.tokens"),
+    "base": ({"made_by": "speculators", "directory": "here", "layer_ids": (1, 2), "final_normed": False},
+             "features.layer_id_base: None"),
+    "needless": ({"layer_id_base": 1}, "features.layer_id_base: 1"),
+}
+
+
+@pytest.mark.parametrize("case", FEATURES)
+def test_features_sections_that_contradict_themselves(case, tokens, tmp_path):
+    fields, message = FEATURES[case]
+    config = tiny_run.config(tokens)
+    config.features.update(fields)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        loop.train(config, tmp_path, tiny_run.target())
+
+
+def test_features_of_other_layers(documents, tokens, tmp_path):
+    target, config = tiny_run.target(), tiny_run.config(tokens)
+    features.compute(target, documents, (-1, 1), tmp_path / "cache")
+    config.features.update(made_by="deepspec", directory=str(tmp_path / "cache"))
+    config.data.tokens = None
+    with pytest.raises(ValueError, match=re.escape("drafter.target_layer_ids: [0, 1]; the features in")):
+        loop.train(config, tmp_path / "run", target)
 
 
 def test_online_equals_cached(tokens, tmp_path):
@@ -327,9 +426,9 @@ def test_online_equals_cached(tokens, tmp_path):
     drafter = pairs.random_drafter(target, draft_ids=np.arange(20), block_length=3)
     model = dataclasses.replace(drafter.config, target_layer_ids=taps)
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, tiny_run.VOCABULARY, n) for n in (40, 25, 33, 40)]
-    cached = features.compute(target, sequences, taps, tmp_path)
-    documents = Documents.pack([(s, np.arange(len(s)) >= n, "") for s, n in zip(sequences, [4, 5, 3, 6])])
+    documents = Documents.pack([(rng.integers(0, tiny_run.VOCABULARY, n), np.arange(n) >= first, "")
+                                for n, first in ((40, 4), (25, 5), (33, 3), (40, 6))])
+    cached = features.compute(target, documents, taps, tmp_path)
     frozen = {"embedding": drafter.embedding, "head_rows": drafter.head_rows, "target_head": target.head_rows(),
               "target_to_draft": loop.inverse(np.arange(20), tiny_run.VOCABULARY), "target": target.params}
     optimizer = objective.make_optimizer(config.optimizer, config.steps)

@@ -41,7 +41,8 @@ def config(tokens):
         "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "compute_dtype": "float32", "checkpoint_keep": 2, "checkpoint_keep_every": None, "log_every": 1, "profile": None,
         "data": {"tokens": str(tokens), "conversations": None, "max_length": 40, "row_length": None,
                  "source_weights": {"gsm8k": 3.0}},
-        "features": {"cached": True, "directory": None},
+        "features": {"cached": True, "directory": None, "made_by": None, "layer_ids": None, "layer_id_base": None,
+                     "final_normed": None},
         "drafter": {
             "num_hidden_layers": 1, "intermediate_size": 32, "conv_kernel_size": 0, "block_length": 3,
             "layout": "anchor_first", "target_layer_ids": (0, 1), "mask_token_id": 1, "draft_vocab_size": 20,

@@ -36,7 +36,7 @@ def assemble(documents, features_of, chosen, length, max_length):
     """The arrays of a batch of B rows of S = ``length`` tokens, documents cut after ``max_length``.
 
     documents: `dspark_jax.data.documents.Documents`. features_of: gives the stored feature rows and log-normalisers of
-    document i (`train.features.Features.of`); None: there are none. chosen: one document for each row, or where rows are
+    document i (`train.features.Features.of`), the latter None where nobody stored them; None: there are no features. chosen: one document for each row, or where rows are
     packed a list of them.
 
     -> tokens int32 [B, S], loss_mask float32 [B, S], features bfloat16 [B, S, W] and log_normalizers float32
@@ -59,7 +59,9 @@ def assemble(documents, features_of, chosen, length, max_length):
                 rows, norms = features_of(i)
                 if features is None:
                     features = np.zeros((len(chosen), length, rows.shape[1]), rows.dtype)
-                    log_normalizers = np.zeros((len(chosen), length), np.float32)
-                features[b, begin:end], log_normalizers[b, begin:end] = rows[:size], norms[:size]
+                    log_normalizers = None if norms is None else np.zeros((len(chosen), length), np.float32)
+                features[b, begin:end] = rows[:size]
+                if log_normalizers is not None:
+                    log_normalizers[b, begin:end] = norms[:size]
     return {"tokens": tokens, "loss_mask": loss_mask, "features": features, "log_normalizers": log_normalizers,
             "documents": numbers if packed else None}

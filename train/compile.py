@@ -141,6 +141,7 @@ def training_step(config, devices):
     if config.features.cached:
         width = (len(model.target_layer_ids) + 1) * target.hidden_size
         batch["features"] = shaped(mesh, (B, S, width), jnp.bfloat16, sharding.BATCH)
+    if programs.has_log_normalizers(config):
         batch["log_normalizers"] = shaped(mesh, (B, S), jnp.float32, sharding.BATCH)
     arguments = program.params, program.opt_state, program.frozen, batch, jax.ShapeDtypeStruct((), jnp.int32)
     held = dict(zip(("parameters", "optimizer state", "target and tables", "batch"), arguments))

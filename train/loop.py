@@ -70,15 +70,27 @@ def train(config, workdir, target=None, stop=None):
     for name in ("every", "blocks_every"):
         if config.evaluation[name] < 0:
             raise ValueError(f"evaluation.{name}: {config.evaluation[name]}; must be at least 0")
+    features.check_options(config.features, config.data)
     step_trace.StepTrace(config.profile, 0, workdir)
     if config.evaluation.prompts and jax.process_count() > 1:
         raise ValueError(f"evaluation.prompts: {config.evaluation.prompts}; only 0 is allowed with several processes")
     program = programs.build(config, model, target.config, mesh)
 
     # ---------------------------------------------------------------- data
+    taps, made = tuple(config.drafter.target_layer_ids), None
     token_file = config.data.tokens or sources.SHIPPED_TOKENS
-    data = _read_documents(token_file, config.data, target)
-    data = data.where([config.data.source_weights.get(source, 1.0) > 0 for source in data.source])
+    if config.features.made_by == "deepspec":
+        made, token_file = features.open_made(config.features, target, taps), config.features.directory
+        data = features.documents_of(made.cache).first(config.data.conversations or len(made.cache))
+    else:
+        data = _read_documents(token_file, config.data, target)
+        if config.features.made_by:
+            made = features.open_made(config.features, target, taps, data)
+    if len(data) == 0 or int(data.tokens.max()) >= target.config.vocab_size:
+        raise ValueError(f"data.tokens: {token_file}: must hold ids of the target's vocabulary "
+                         f"[0, {target.config.vocab_size}), and not be empty")
+    kept = np.flatnonzero([config.data.source_weights.get(source, 1.0) > 0 for source in data.source])
+    data = data.where(np.isin(np.arange(len(data)), kept))
     sequences = [data.document(i)[0] for i in range(len(data))]
     lengths = np.minimum(data.length.astype(np.int64), config.data.max_length)
     weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
@@ -86,12 +98,13 @@ def train(config, workdir, target=None, stop=None):
         raise ValueError(f"batch.sequences: {config.batch.sequences}; must lie in [1, {len(data)}], "
                          f"the conversations of {token_file} whose source has a weight")
     choose = functools.partial(batches.choose_packed, length=row_length) if row_length else batches.choose
-    taps = tuple(config.drafter.target_layer_ids)
     features_of = None
-    if config.features.cached:
+    if made:
+        features_of = lambda i: made.of(kept[i])
+    elif config.features.cached:
         directory = pathlib.Path(config.features.directory or workdir / "features")
         with sharding.first_process_first():
-            features_of = _compute_features(target, sequences, taps, directory, stop).of
+            features_of = _compute_features(target, data, taps, directory, config.target, stop).of
 
     # ------------------------------------------------------------- drafter
     with _whole_arrays(mesh):
@@ -187,11 +200,7 @@ def _read_documents(file, options, target):
             print(report)
         return data
     data = Documents.load(file)
-    data = data if count is None else data.first(count)
-    if len(data) == 0 or int(data.tokens.max()) >= vocab_size:
-        raise ValueError(f"data.tokens: {file}: must hold ids of the target's vocabulary [0, {vocab_size}), and not be "
-                         "empty")
-    return data
+    return data if count is None else data.first(count)
 
 
 def _updates(opt_state):
@@ -310,12 +319,12 @@ def inverse(draft_ids, vocab_size):
     return jnp.asarray(table)
 
 
-def _compute_features(target, sequences, taps, directory, stop):
-    with tqdm.tqdm(total=len(sequences), desc="target features", unit="seq", dynamic_ncols=True) as bar:
+def _compute_features(target, documents, taps, directory, name, stop):
+    with tqdm.tqdm(total=len(documents), desc="target features", unit="seq", dynamic_ncols=True) as bar:
 
         def progress(done, total):
             bar.update(done - bar.n)
             if stop.received:
                 signals.leave(stop.received, f"the features of {done} of {total} sequences are kept in {directory}")
 
-        return features.compute(target, sequences, taps, directory, progress=progress)
+        return features.compute(target, documents, taps, directory, name, progress=progress)

@@ -87,7 +87,13 @@ def frozen_shapes(config, model, target_config):
 def needs_target_head(config, model):
     """Whether a step has to compute the log-normaliser of the target's law: it is neither that of the draft vocabulary nor
     stored beside the features."""
-    return model.draft_vocab_size < model.vocab_size and not config.features.cached
+    return model.draft_vocab_size < model.vocab_size and not has_log_normalizers(config)
+
+
+def has_log_normalizers(config):
+    """Whether batches have the log-normalisers of the target's law: they are stored with the features of `train.features`,
+    not with those that other programs make."""
+    return config.features.cached and config.features.made_by is None
 
 
 def cast(tree, dtype):

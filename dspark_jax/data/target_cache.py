@@ -70,6 +70,7 @@ class TargetCache:
         self.target_layer_ids = check_layer_ids(
             fields.path, fields.integers("target_layer_ids", least=-1), fields.integer("layer_id_base", 0))
         self.final_normed = fields.boolean("final_normed", True)
+        self._arrays = arrays_of(self.hidden_size, len(self.target_layer_ids))
         self._index = directory / INDEX
         self._shards = _shard_files(directory, fields)
         self._sizes = {shard: os.path.getsize(file) for shard, file in self._shards.items()}
@@ -85,7 +86,7 @@ class TargetCache:
         record = self._records[i]
         file = self._shards[int(record["shard_id"])]
         arrays = {}
-        for name, dtype, width in self._arrays():
+        for name, dtype, width in self._arrays:
             shape = (int(record["seq_len"]), width) if width else (int(record["seq_len"]),)
             if 0 in shape:
                 arrays[name] = np.zeros(shape, dtype)
@@ -99,20 +100,12 @@ class TargetCache:
         samples = [self[i] for i in indices]
         longest = max((len(s.input_ids) for s in samples), default=0)
         out = {}
-        for name, dtype, width in self._arrays():
+        for name, dtype, width in self._arrays:
             shape = (len(samples), longest, width) if width else (len(samples), longest)
             out[name] = np.zeros(shape, np.float32 if dtype == _BFLOAT16 else dtype)
             for row, sample in zip(out[name], samples):
                 row[:len(sample.input_ids)] = getattr(sample, name)
         return out
-
-    def _arrays(self):
-        """(name, dtype, columns or 0 for none) of the arrays of a sample, in the order of the file."""
-        D = self.hidden_size
-        return (("input_ids", np.dtype("<i4"), 0), ("attention_mask", np.dtype(np.uint8), 0),
-                ("loss_mask", np.dtype(np.uint8), 0),
-                ("target_hidden_states", _BFLOAT16, D * len(self.target_layer_ids)),
-                ("target_last_hidden_states", _BFLOAT16, D))
 
     def _read_index(self, count):
         file = self._index
@@ -130,7 +123,7 @@ class TargetCache:
             if record["shard_id"] not in self._shards:
                 raise ValueError(f"{file}: record {i}: shard_id {record['shard_id']}; {MANIFEST} has "
                                  f"{sorted(self._shards)}")
-            for name, dtype, width in self._arrays():
+            for name, dtype, width in self._arrays:
                 begin = record[name]
                 end = begin + record["seq_len"] * dtype.itemsize * (width or 1)
                 if end > self._sizes[record["shard_id"]]:
@@ -144,6 +137,13 @@ class TargetCache:
                     raise ValueError(f"{file}: record {after[2]}: {after[3]} overlaps {before[3]} of record "
                                      f"{before[2]}")
         return records
+
+
+def arrays_of(hidden_size, taps):
+    """(name, dtype, columns or 0 for none) of the arrays of a sample, in the order of the file."""
+    return (("input_ids", np.dtype("<i4"), 0), ("attention_mask", np.dtype(np.uint8), 0),
+            ("loss_mask", np.dtype(np.uint8), 0), ("target_hidden_states", _BFLOAT16, hidden_size * taps),
+            ("target_last_hidden_states", _BFLOAT16, hidden_size))
 
 
 def check_layer_ids(path, layer_ids, base) -> tuple[int, ...]:
