@@ -16,6 +16,7 @@ def get_config():
     config.drafter.transition = "joint"
     config.drafter.block_length = 3
     config.drafter.trained = ("confidence",)
+    config.drafter.confidence_with_law = True
     config.loss.ce = config.loss.l1 = 0.0
     config.loss.confidence = 1.0
     config.evaluation.prompts = 0

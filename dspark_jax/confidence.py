@@ -2,7 +2,7 @@
 
 c_t never depends on draft t itself, so any rule "verify t iff f(c_0..c_t)" leaves the output law untouched.
 
-Shape letters: D model width, R transition rank; "..." any leading axes.
+Shape letters: D model width, R transition rank, M the tokens that a draft may be; "..." any leading axes.
 """
 
 import jax
@@ -25,3 +25,20 @@ def confidence_logits(
         )
     wide = jnp.promote_types(features.dtype, jnp.float32)
     return jnp.einsum("...D,D->...", features, kernel, preferred_element_type=wide) + bias
+
+
+def law_statistics(scores: jax.Array) -> jax.Array:
+    """What the law p = softmax(scores) says of its own draft: the best log-probability and the entropy, in nats.
+
+    scores [..., M], -inf for a token that cannot be drafted -> [..., 2]. Neither depends on which token is drawn. A linear
+    map of h_t, without the product with the vocabulary, could not know them.
+    """
+    log_p = jax.nn.log_softmax(scores, axis=-1)
+    entropy = -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0), axis=-1)
+    return jnp.stack([jnp.max(log_p, axis=-1), entropy], axis=-1)
+
+
+def law_term(weights: jax.Array, scores: jax.Array) -> jax.Array:
+    """weights . `law_statistics`, a further term of `confidence_logits`: [2], [..., M] -> [...]. The law itself learns nothing
+    from it."""
+    return law_statistics(jax.lax.stop_gradient(scores)) @ weights.astype(scores.dtype)

@@ -16,7 +16,7 @@ from dspark_jax import packing
 from dspark_jax import transitions
 from dspark_jax.backbone import Backbone, BackboneConfig
 from dspark_jax.candidates import Choice, top_candidates
-from dspark_jax.confidence import confidence_logits
+from dspark_jax.confidence import confidence_logits, law_term
 from dspark_jax.lattice import draft_among
 from dspark_jax.sequential import sequential_draft
 from dspark_jax.union import successor_table, union_among
@@ -33,7 +33,9 @@ class DrafterConfig:
     ``target_layer_ids``: -1 is the embedding output, i the raw output of decoder layer i. ``draft_vocab_size`` smaller
     than ``vocab_size`` means that only some target ids can be drafted. ``execution`` and ``candidates`` are what the
     checkpoint asks to be run with; a caller may choose otherwise. ``input_embedding_scale`` multiplies the embeddings
-    that go into the slots. ``confidence_temperatures``: what calibration divides each position's confidence logit by; empty
+    that go into the slots. The confidence head sees h_t, ``confidence_with_predecessor`` the predecessor's row A[x_{t-1}], and
+    ``confidence_with_law`` how sure the law is that draft t comes from (`confidence.law_statistics`), at temperature 1 and over
+    the tokens that ``execution`` lets it be. ``confidence_temperatures``: what calibration divides each position's confidence logit by; empty
     for a head that was not calibrated.
     """
 
@@ -50,6 +52,7 @@ class DrafterConfig:
     candidates: int = 16
     confidence: bool = False
     confidence_with_predecessor: bool = True
+    confidence_with_law: bool = False
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
     input_embedding_scale: float = 1.0
@@ -82,6 +85,8 @@ class DrafterConfig:
             raise ValueError(f"confidence_temperatures: {temperatures}; must be positive and finite")
         if self.confidence and self.confidence_with_predecessor and self.transition == "none":
             raise ValueError("confidence_with_predecessor: needs a transition that has a predecessor table, not 'none'")
+        if self.confidence_with_law and not self.confidence:
+            raise ValueError("confidence_with_law: True; allowed: False for a drafter without a confidence head")
 
     @property
     def usable_candidates(self):
@@ -122,16 +127,20 @@ class TransitionParameters(nn.Module):
 
 
 class ConfidenceParameters(nn.Module):
-    width: int
+    config: DrafterConfig
 
     @nn.compact
     def __call__(self):
-        self.param("kernel", nn.initializers.normal(0.02), (self.width,))
+        c = self.config
+        width = c.backbone.hidden_size + (c.rank if c.confidence_with_predecessor else 0)
+        self.param("kernel", nn.initializers.normal(0.02), (width,))
         self.param("bias", nn.initializers.zeros, ())
+        if c.confidence_with_law:
+            self.param("law", nn.initializers.zeros, (2,))
 
 
 class DrafterModule(nn.Module):
-    """Parameters: {"backbone": ..., "transition": ..., "confidence": {"kernel" [D (+ R)], "bias" []}}."""
+    """Parameters: {"backbone": ..., "transition": ..., "confidence": {"kernel" [D (+ R)], "bias" [] and perhaps "law" [2]}}."""
 
     config: DrafterConfig
 
@@ -140,8 +149,7 @@ class DrafterModule(nn.Module):
         self.backbone = Backbone(c.backbone)
         self.transition = TransitionParameters(c)
         if c.confidence:
-            self.confidence = ConfidenceParameters(
-                c.backbone.hidden_size + (c.rank if c.confidence_with_predecessor else 0))
+            self.confidence = ConfidenceParameters(c)
 
     def context(self, features, positions):
         return self.backbone.context(features, positions)
@@ -193,12 +201,17 @@ def confidence_probabilities(config, logits):
     return jax.nn.sigmoid(logits / temperatures)
 
 
-def block_confidence(config, params, hidden, predecessors):
-    """Logit of each draft's chance to survive, given its predecessors int [..., T]; None without a confidence head."""
+def block_confidence(config, params, hidden, predecessors, scores=None):
+    """Logit of each draft's chance to survive, given its predecessors int [..., T]; None without a confidence head.
+
+    scores [..., T, M]: what the law of each draft is the softmax of, at temperature 1; None: without the term that needs them.
+    """
     if not config.confidence:
         return None
+    head = params["confidence"]
     embedding = transitions.embed(params["transition"], predecessors) if config.confidence_with_predecessor else None
-    return confidence_logits(params["confidence"]["kernel"], params["confidence"]["bias"], hidden, embedding)
+    logits = confidence_logits(head["kernel"], head["bias"], hidden, embedding)
+    return logits if scores is None or not config.confidence_with_law else logits + law_term(head["law"], scores)
 
 
 def training_hidden(config, params, embedding, features, tokens, anchors, keep, documents=None):
@@ -271,18 +284,21 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
                 block = *block, logits
                 draft = lambda *block: union_among(transition, table, *block, successors, draft_to_target)
             tokens, ids, probabilities = jax.vmap(draft)(*block)
-        q = SparseDraft(ids, probabilities)
+        q, scores = SparseDraft(ids, probabilities), None
     else:
         with jax.named_scope("sequential"):
-            tokens, q, _ = jax.vmap(
+            tokens, q, scores = jax.vmap(
                 lambda u, h, a, k, t: sequential_draft(transition, table, u, h, a, k, t, draft_to_target)
             )(logits, hidden, anchors, keys, temperature)
         if draft_to_target is not None:
             q = SparseDraft(jnp.broadcast_to(draft_to_target, q.shape), q)
     predecessors = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
+    if execution == "lattice" and config.confidence_with_law:  # those along the path, of the base logits' candidates
+        phi = transitions.teacher_forced_phi(transition, table, predecessors, hidden)
+        scores = unary + transitions.bias_at(table, phi, best)
     law = q.probabilities if isinstance(q, SparseDraft) else q
     finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) & jnp.all(jnp.isfinite(law), axis=(1, 2))
-    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors), finite)
+    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors, scores), finite)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

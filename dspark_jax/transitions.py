@@ -148,6 +148,12 @@ def bias(params: Params, phi: jax.Array) -> jax.Array:
     return jnp.einsum("...R,VR->...V", phi, params["successor"], preferred_element_type=wide)
 
 
+def bias_at(params: Params, phi: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`bias` at some draft tokens only: phi [..., R], tokens int [..., M] -> [..., M]."""
+    wide = jnp.promote_types(phi.dtype, jnp.float32)
+    return jnp.einsum("...R,...MR->...M", phi, successor_rows(params, tokens), preferred_element_type=wide)
+
+
 def teacher_forced_phi(
     transition: Transition, params: Params, predecessors: jax.Array, hidden: jax.Array
 ) -> jax.Array:

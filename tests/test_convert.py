@@ -179,6 +179,8 @@ def test_every_layout_reads_back_what_it_wrote(name, layout, fields, tmp_path):
     (V1, "z-lab", {"attention": (Attention(window=9), Attention(window=8))}, "one sliding_window"),
     (V1, "z-lab", {"attention": (Attention(window=9), Attention(causal=True))}, "causality"),
     (VANILLA, "nonsense", {}, "allowed: native, "),
+    *((VANILLA, layout, {"confidence_with_law": True}, "confidence_with_law True") for layout in
+      ("deepspec", "speculators", "specforge")),
 ])
 def test_what_a_layout_cannot_express_is_refused(name, layout, fields, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
@@ -321,6 +323,28 @@ def test_convert_and_inspect_from_the_command_line(tmp_path):
         assert part in said.stdout, said.stdout
 
 
+def with_law(drafter):
+    """The same, but that its confidence head also sees the law of the draft."""
+    head = drafter.params["confidence"] | {"law": jnp.array([0.5, -0.25])}
+    config = dataclasses.replace(drafter.config, confidence_with_law=True)
+    return dataclasses.replace(drafter, config=config, params=drafter.params | {"confidence": head})
+
+
+def test_convert_leaves_out_a_head_that_sees_the_law(tmp_path):
+    """Layouts but our own have no place for it; the drafts are the same without."""
+    drafter, target = with_law(public.drafter(VANILLA)), public.target(VANILLA)
+    ds.save_drafter(drafter, tmp_path / "native", dtype="float32")
+    for layout in ("native", "speculators"):
+        done = program("convert", f"--from={tmp_path / 'native'}", f"--to={tmp_path / layout}2", f"--layout={layout}",
+                       f"--target={GOLDENS / 'dspark/target'}")
+        assert done.returncode == 0, done.stderr
+        assert ("no place for it: the confidence head, which" in done.stdout) == (layout != "native"), done.stdout
+        again = ds.load_drafter(tmp_path / f"{layout}2", target)
+        assert again.config.confidence == (layout == "native")
+        options = {"max_new_tokens": 12, "stop_tokens": ()}
+        assert ds.generate(target, again, [[3, 4, 5]], **options) == ds.generate(target, drafter, [[3, 4, 5]], **options)
+
+
 def test_convert_says_what_is_lost(tmp_path):
     drafter = public.drafter(VANILLA)
     config = dataclasses.replace(drafter.config, confidence_temperatures=(1.5,) * drafter.config.block_length)
@@ -329,7 +353,7 @@ def test_convert_says_what_is_lost(tmp_path):
         done = program("convert", f"--from={tmp_path / 'native'}", f"--to={tmp_path / layout}2", f"--layout={layout}",
                        f"--target={GOLDENS / 'dspark/target'}")
         assert done.returncode == 0, done.stderr
-        assert ("no place for them: confidence_temperatures [1.5" in done.stdout) == lost, done.stdout
+        assert ("no place for it: confidence_temperatures [1.5" in done.stdout) == lost, done.stdout
 
 
 def test_convert_makes_a_dflash2(tmp_path, capsys):
@@ -402,9 +426,11 @@ def as_selector(shipped, target):
 
 @pytest.fixture(scope="module")
 def shipped(smollm2):
-    """Without the temperatures of its confidence head, for which other layouts have no place."""
+    """Without what its confidence head has that other layouts have no place for: temperatures, and sight of the law."""
     drafter = ds.load_drafter(measure.SHIPPED_DRAFTER, smollm2)
-    return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, confidence_temperatures=()))
+    config = dataclasses.replace(drafter.config, confidence_temperatures=(), confidence_with_law=False)
+    head = {name: array for name, array in drafter.params["confidence"].items() if name != "law"}
+    return dataclasses.replace(drafter, config=config, params=drafter.params | {"confidence": head})
 
 
 def decode(target, drafter, execution):

@@ -18,6 +18,7 @@ from dspark_jax import backbone as backbone_lib
 from dspark_jax import cache as kv
 from dspark_jax import convolution, layers, losses, sampling, transitions
 from dspark_jax import drafter as drafter_lib
+from dspark_jax.confidence import law_statistics
 from golden import load
 
 HEADS = ("vanilla", "gated", "rnn", "dflash")
@@ -318,6 +319,43 @@ def test_one_temperature_a_row(execution):
     assert (np.asarray(greedy.tokens) != np.asarray(warm.tokens)).any()
 
 
+def test_law_statistics():
+    scores = np.random.default_rng(0).normal(size=(3, 4, 6)) * 3
+    scores[..., 2] = -np.inf  # a token that cannot be drafted
+    p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.nansum(p * np.log(p), axis=-1)
+    close(law_statistics(jnp.asarray(scores, jnp.float32)), np.stack([np.log(p.max(-1)), entropy], axis=-1))
+
+
+@pytest.mark.parametrize("transition", ["none", "joint", "recurrent"])
+@pytest.mark.parametrize("execution, M", [("sequential", 24), ("lattice", 24), ("lattice", 5)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_confidence_sees_the_law_at_temperature_1(transition, execution, M, temperature):
+    """Of every draft along the path, over the tokens that it may be, and never the token that it is."""
+    if transition == "recurrent" and execution == "lattice":
+        return
+    target = pairs.random_target()
+    fields = {"confidence_with_predecessor": transition != "none", "confidence_with_law": True}
+    drafter = pairs.random_drafter(target, draft_ids=np.arange(0, 48, 2), transition=transition, confidence=True, **fields)
+    c, params, anchors, starts = drafter.config, drafter.params, jnp.array([3, 9, 5]), jnp.zeros(3, jnp.int32)
+    proposal = jax.jit(lambda: drafter_lib.propose(
+        c, params, drafter.embedding, drafter.head_rows, drafter.draft_to_target, empty(c, 3, 8), anchors, starts,
+        jax.random.split(jax.random.key(0), 3), temperature, execution, M))()
+    hidden = drafter_lib.block_hidden(c, params, drafter.embedding, empty(c, 3, 8), anchors, starts)
+    base = drafter_lib.base_logits(c, drafter.head_rows, hidden)
+    predecessors = jnp.concatenate([anchors[:, None], proposal.tokens[:, :-1]], axis=1)
+    scores = np.array(transitions.teacher_forced_logits(
+        transitions.get_transition(transition), params.get("transition", {}), base, predecessors, hidden), np.float64)
+    scores[np.asarray(base) < np.sort(base, axis=-1)[..., -M, None]] = -np.inf
+    p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    entropy = -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=-1)
+    law = np.stack([np.log(p.max(-1)), entropy], axis=-1) @ np.float64(params["confidence"]["law"])
+    bare = drafter_lib.block_confidence(c, params, hidden, predecessors)
+    close(proposal.confidence, bare + law)
+    assert np.abs(law).max() > 0.1
+
+
 # --------------------------------------------------------------------------------------------- training is decoding
 
 
@@ -424,6 +462,7 @@ def test_multiplier_and_softcap():
     ({"target_layer_ids": (-2, 0)}, r"the smallest allowed is -1, the embedding"),
     ({"target_layer_ids": (0, 2)}, r"target_layer_ids: \(0, 2\); the target's layers are 0..1"),
     ({"confidence": True, "transition": "none"}, "confidence_with_predecessor: needs a transition"),
+    ({"confidence_with_law": True}, "confidence_with_law: True; allowed: False for a drafter without a confidence head"),
     ({"vocab_size": 50, "draft_vocab_size": 50}, "vocab_size: the drafter has 50, the target 48; they must be equal"),
     ({"draft_vocab_size": 40}, "draft_to_target: needed exactly where draft_vocab_size is smaller than vocab_size"),
 ])

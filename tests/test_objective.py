@@ -61,10 +61,11 @@ def same(a, b, tolerance=1e-6):
 # ---------------------------------------------------------------------------------------------- chunks and micro-steps
 
 
-@pytest.mark.parametrize("transition", ["context", "none"])
-def test_chunks_equal_the_whole(transition):
+@pytest.mark.parametrize("transition, fields", [
+    ("context", {}), ("none", {}), ("vanilla", {"confidence_with_law": True, "execution": "lattice", "candidates": 3})])
+def test_chunks_equal_the_whole(transition, fields):
     """Loss, terms and gradients of every parameter, with all terms at once; 7 anchors in chunks of 3 leave 2 over."""
-    drafter, frozen, batch = setting(transition)
+    drafter, frozen, batch = setting(transition, **fields)
     weights = LossWeights(**ALL | ({"confidence": 0.0} if transition == "none" else {}))
     blocks = parts(drafter, frozen, batch)
     (loss, terms), gradient = loss_and_gradient(weights, 3, drafter, frozen, batch, blocks)
@@ -219,6 +220,27 @@ def test_accept_rates_of_a_lattice():
     w, s = np.asarray(losses.position_weights(reached, 4.0)), 1 / (1 + np.exp(-np.float64(
         objective.head_inputs(drafter.config, LossWeights(), drafter.params, frozen, batch, blocks)[1]["confidence"])))
     close(found["confidence"], -(w * (alpha * np.log(s) + (1 - alpha) * np.log1p(-s))).sum() / w.sum())
+
+
+@pytest.mark.parametrize("execution", ["sequential", "lattice"])
+def test_the_confidence_term_of_the_law(execution):
+    """The cross-entropy with it is that of w . (max log p, entropy) more than without, p the law that drafts are drawn from;
+    and its gradient goes to w alone, not through p to the drafter."""
+    drafter, frozen, batch = setting(execution=execution, candidates=3, confidence_with_law=True)
+    blocks, only = parts(drafter, frozen, batch), LossWeights(ce=0.0, l1=0.0, confidence=1.0)
+    (_, terms), gradient = loss_and_gradient(only, 3, drafter, frozen, batch, blocks)
+    base, logits, _, q = arrays(drafter, frozen, batch, blocks)
+    reached, alpha = np.asarray(blocks["reached"]), np.zeros(base.shape[:-1])
+    sure = np.float64(objective.head_inputs(drafter.config, only, drafter.params, frozen, batch, blocks)[1]["confidence"])
+    for i in np.ndindex(alpha.shape):
+        ids = slow.top(base[i], 3) if execution == "lattice" else np.arange(len(IDS))
+        p = softmax(logits[i][ids])
+        alpha[i] = np.minimum(p, q[i][IDS[ids]]).sum()
+        sure[i] += np.array([np.log(p.max()), -(p * np.log(p)).sum()]) @ np.float64(drafter.params["confidence"]["law"])
+    w, s = np.asarray(losses.position_weights(reached, 4.0)), 1 / (1 + np.exp(-sure))
+    close(losses.metrics_of(terms)["confidence"], -(w * (alpha * np.log(s) + (1 - alpha) * np.log1p(-s))).sum() / w.sum())
+    assert np.abs(gradient["confidence"]["law"]).min() > 0
+    same(gradient["transition"]["successor"], np.zeros_like(drafter.params["transition"]["successor"]), 0)
 
 
 @pytest.mark.parametrize("policy", ["exclude", "inject"])

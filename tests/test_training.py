@@ -497,16 +497,17 @@ def test_another_backbone_is_refused(tokens, tmp_path, fields, text):
         loop.starting_drafter(config, *arguments)
 
 
-@pytest.mark.parametrize("confidence", [False, True])
-def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence):
+@pytest.mark.parametrize("confidence, law", [(False, False), (True, False), (True, True)])
+def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence, law):
+    """A confidence head that is missing, or sees less than it shall, is a fresh one."""
     earlier = save_start(tokens, tmp_path / "short", block_length=2, execution="sequential", confidence=confidence)
-    config, arguments = beginning(tokens, block_length=3)
+    config, arguments = beginning(tokens, block_length=3, confidence_with_law=law)
     fresh = loop.starting_drafter(config, *arguments)
     config.init_from = str(tmp_path / "short")
     drafter = loop.starting_drafter(config, *arguments)
     assert drafter.config == arguments[0]
     for name, params in drafter.params.items():
-        kept = name != "confidence" or confidence
+        kept = name != "confidence" or confidence and not law
         jax.tree.map(np.testing.assert_array_equal, params, (earlier if kept else fresh).params[name])
     config.init_backbone = str(tmp_path / "short")
     with pytest.raises(ValueError, match="init_from, init_backbone: only one"):
@@ -576,7 +577,7 @@ def test_bigram_tables():
     dict(transition="context", layout="fill_in", conv_kernel_size=2, execution="lattice", candidates=5,
          draft_ids=np.arange(3, 43)),
     dict(transition="joint", confidence=True, confidence_with_predecessor=False, target_layer_ids=(0,)),
-    dict(transition="recurrent", confidence=True, draft_ids=np.arange(0, 48, 2)),
+    dict(transition="recurrent", confidence=True, draft_ids=np.arange(0, 48, 2), confidence_with_law=True),
 ])
 def test_save_and_load(tmp_path, fields):
     """bfloat16 numbers come back bit for bit, and everything else as it was."""

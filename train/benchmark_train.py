@@ -106,8 +106,8 @@ def _batch(model, anchors):
 def not_in_torch(model):
     """Why the PyTorch step cannot be compared, or None. It is written for DSpark's default head and plain layers."""
     plain = dataclasses.replace(
-        model, transition="vanilla", confidence=True, confidence_with_predecessor=True, output_multiplier=1.0,
-        final_logit_softcapping=0.0, input_embedding_scale=1.0, backbone=dataclasses.replace(
+        model, transition="vanilla", confidence=True, confidence_with_predecessor=True, confidence_with_law=False,
+        output_multiplier=1.0, final_logit_softcapping=0.0, input_embedding_scale=1.0, backbone=dataclasses.replace(
             model.backbone, attention_bias=False, conv_kernel_size=0, rope_scaling=None, attention=()))
     return None if plain == model else "it has no such transition, confidence head, scale, convolution or attention"
 

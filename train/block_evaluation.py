@@ -48,9 +48,10 @@ def chunk_metrics(config, shared, rows, fixed, fixed_rows, mesh):
     base, logits, target_logits, log_normalizer = objective.laws(config, shared, rows, fixed, fixed_rows)
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     choose = candidates.over_mesh(mesh, "tensor", sharding.BATCH)
-    terms = losses.drafter_terms(
-        logits, target_logits, labels, mask, rows["confidence"], log_normalizer=log_normalizer, reached=fixed_rows["reached"],
-        accept=objective.lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose))
+    confidence, accept = objective.confidence_and_accept_rate(
+        config, shared, rows, objective.drafted_among(config, base, choose), logits, target_logits, log_normalizer)
+    terms = losses.drafter_terms(logits, target_logits, labels, mask, confidence, log_normalizer=log_normalizer,
+                                 reached=fixed_rows["reached"], accept=accept)
     ids, _ = choose(base, config.usable_candidates)
     if log_normalizer is None:
         log_normalizer = jax.nn.logsumexp(target_logits, axis=-1)

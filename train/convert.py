@@ -42,12 +42,16 @@ def main():
     drafter = conversions.convert(
         drafter, transition=_TRANSITION.value, execution=_EXECUTION.value, candidates=_CANDIDATES.value,
         block_layout=_BLOCK_LAYOUT.value, rank=_RANK.value)
+    c, missing = drafter.config, None
+    if c.confidence_with_law and _LAYOUT.value != "native":
+        drafter, missing = conversions.without_confidence(drafter), "the confidence head, which reads the law of the draft"
+    elif c.confidence_temperatures and _LAYOUT.value != "native":
+        missing = f"confidence_temperatures {list(c.confidence_temperatures)}"
     ds.save_drafter(drafter, _TO.value, _LAYOUT.value, _DTYPE.value)
-    c = drafter.config
     print(f"{_TO.value}: {_LAYOUT.value}, transition {c.transition}, {c.execution}, {c.block_length} drafts a block "
           f"({c.layout})")
-    if c.confidence_temperatures and _LAYOUT.value != "native":
-        print(f"not in it, for this layout has no place for them: confidence_temperatures {list(c.confidence_temperatures)}")
+    if missing:
+        print(f"not in it, for this layout has no place for it: {missing}")
 
 
 def _load():

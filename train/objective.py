@@ -20,6 +20,7 @@ import optax
 
 from dspark_jax import anchors as anchors_lib
 from dspark_jax import candidates, chunks, divergences, layers, losses, packing, sharding, transitions
+from dspark_jax.confidence import law_term
 from dspark_jax.drafter import base_logits, block_confidence, training_hidden
 from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominators
 from train import features as features_lib
@@ -108,6 +109,8 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
     if "log_normalizers" in batch:
         fixed_rows["log_normalizer"] = anchors_lib.gather(batch["log_normalizers"], blocks["sources"])
     shared = {name: table[name] for name in ("successor",) if name in table}
+    if config.confidence and config.confidence_with_law:
+        shared["law"] = params["confidence"]["law"]
     return shared, rows, {name: frozen[name] for name in ("head_rows", "target_head")}, fixed_rows
 
 
@@ -128,25 +131,38 @@ def laws(config, shared, rows, fixed, fixed_rows):
     return base, logits, target_logits, log_normalizer
 
 
-def lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose):
-    """alpha [..., T] where drafts are drawn among the best of the base logits, which loses much of a flat law; None where
+def drafted_among(config, base, choose):
+    """bool [..., T, Vd], the best of the base logits, where drafts are drawn among them, which loses much of a flat law; None where
     they are drawn from all tokens. choose: what finds the candidates (`dspark_jax.candidates.Choice`)."""
     M = config.usable_candidates
     if config.execution != "lattice" or M == config.draft_vocab_size:
         return None
     _, best = choose(jax.lax.stop_gradient(base), M)
-    return divergences.accept_rate_among(logits, base >= best[..., -1:], target_logits, log_normalizer)
+    return base >= best[..., -1:]
+
+
+def confidence_and_accept_rate(config, shared, rows, among, logits, target_logits, log_normalizer):
+    """Of drafts drawn ``among`` some tokens (`drafted_among`): the confidence logits [..., T], None without such a head, and the
+    chance alpha [..., T] that each is accepted, None where they are drawn from all tokens."""
+    confidence, accept, scores = rows["confidence"], None, logits
+    if among is not None:
+        accept = divergences.accept_rate_among(logits, among, target_logits, log_normalizer)
+        scores = jnp.where(among, logits, -jnp.inf)
+    if "law" in shared:
+        confidence = confidence + law_term(shared["law"], scores)
+    return confidence, accept
 
 
 def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidates.top_candidates):
     """The loss and the terms of some anchors, for `sum_in_chunks`. ``fixed`` also has "weights" and "denominators";
-    choose: as in `lattice_accept_rate`."""
+    choose: as in `drafted_among`."""
     base, logits, target_logits, log_normalizer = laws(config, shared, rows, fixed, fixed_rows)
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     w = draft_weights(weights, logits, labels, mask)
-    terms = losses.drafter_terms(logits, target_logits, labels, mask, rows["confidence"], weights.decay, weights=w,
-                                 log_normalizer=log_normalizer, reached=fixed_rows["reached"],
-                                 accept=lattice_accept_rate(config, base, logits, target_logits, log_normalizer, choose))
+    confidence, accept = confidence_and_accept_rate(
+        config, shared, rows, drafted_among(config, base, choose), logits, target_logits, log_normalizer)
+    terms = losses.drafter_terms(logits, target_logits, labels, mask, confidence, weights.decay, weights=w,
+                                 log_normalizer=log_normalizer, reached=fixed_rows["reached"], accept=accept)
     if weights.unary:
         terms["unary"] = losses.weighted(w, divergences.cross_entropy(base, labels))
     if weights.kl:
@@ -160,16 +176,15 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidat
 def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose):
     """The candidates term, and how often the label is a candidate and is the best of them: [T] each.
 
-    choose: as in `lattice_accept_rate`."""
+    choose: as in `drafted_among`."""
     M = config.usable_candidates
     if weights.candidates_stop_gradient:
         base = jax.lax.stop_gradient(base)
     ids, best = choose(base, M)
     # The label's own score stands last; it is used where the label is no candidate and is injected.
     rated = jnp.concatenate([ids, labels[..., None]], axis=-1)
-    successors = transitions.successor_rows(shared, rated)
-    scores = jnp.concatenate([best, divergences.pick(base, labels)[..., None]], axis=-1) + jnp.einsum(
-        "...R,...MR->...M", phi, successors, preferred_element_type=base.dtype)
+    scores = jnp.concatenate([best, divergences.pick(base, labels)[..., None]], axis=-1)
+    scores += transitions.bias_at(shared, phi, rated)
     scores, label_scores = scores[..., :M], scores[..., M]
     found, index = losses.locate_label(ids, labels)
     drafts, leading = mask.astype(jnp.float32), tuple(range(mask.ndim - 1))

@@ -67,6 +67,13 @@ def to_dflash2(drafter: Drafter, rank=256, candidates=None, taps=2, group=None, 
                    convolution_group=group, rank=rank, seed=seed)
 
 
+def without_confidence(drafter: Drafter) -> Drafter:
+    """The same drafter without its confidence head; it drafts what it drafted before."""
+    params = {name: part for name, part in drafter.params.items() if name != "confidence"}
+    config = dataclasses.replace(drafter.config, confidence=False, confidence_with_law=False, confidence_temperatures=())
+    return dataclasses.replace(drafter, config=config, params=params)
+
+
 def _add_convolution(drafter, taps, group):
     config = drafter.config
     if config.backbone.conv_kernel_size:

@@ -40,6 +40,7 @@ _SELECTOR_NAMES = {
 CONFIDENCE_NAMES = {
     "confidence/kernel": ("confidence_head.proj.weight", False),
     "confidence/bias": ("confidence_head.proj.bias", False),
+    "confidence/law": ("confidence_head.law.weight", False),  # in the native layout only
 }
 
 
@@ -283,7 +284,9 @@ def _write_depth(drafter):
     return {"num_target_layers": depth} if depth else {}
 
 
-def _write_markov(config):
+def _write_markov(layout, config):
+    if config.confidence:
+        _require(layout, config, confidence_with_law=(False,))
     names = {ours: published for published, ours in MARKOV_TYPES.items()}
     head = {"markov_rank": 0, "enable_confidence_head": config.confidence}
     if config.transition != "none":
@@ -334,7 +337,7 @@ def _write_deepspec(drafter):
     _no_scales("deepspec", c)
     return {"architectures": ["Qwen3DSparkModel"], **_write_sizes(drafter), **_write_block(c), **_write_depth(drafter),
             "mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids), "num_anchors": 512,
-            **_write_markov(c), **_write_ours(c, "sequential", min(16, c.draft_vocab_size))}
+            **_write_markov("deepspec", c), **_write_ours(c, "sequential", min(16, c.draft_vocab_size))}
 
 
 def _write_zlab(drafter):
@@ -363,9 +366,9 @@ def _write_specforge(drafter):
     _no_tables("specforge", drafter)
     # The head is named at the top as well: that is where a server looks for it.
     own = {"projector_type": "dspark", "mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids),
-           **_write_markov(c), **_write_scales(c)}
+           **_write_markov("specforge", c), **_write_scales(c)}
     return {"architectures": ["DSparkDraftModel"], **_write_sizes(drafter), **_write_block(c), **_write_depth(drafter),
-            **_write_causality("specforge", c.backbone), **_write_markov(c), "dflash_config": own,
+            **_write_causality("specforge", c.backbone), **_write_markov("specforge", c), "dflash_config": own,
             **_write_ours(c, "sequential", min(16, c.draft_vocab_size))}
 
 
@@ -382,7 +385,7 @@ def _write_speculators(drafter):
     elif c.transition == "none" and c.layout == "fill_in" and not c.confidence:
         kind, head = "dflash", {}
     else:
-        kind, head = "dspark", _write_markov(c)
+        kind, head = "dspark", _write_markov("speculators", c)
     if convolution != (kind == "dflash2"):
         _refuse("speculators", "conv_kernel_size", c.backbone.conv_kernel_size,
                 "a convolution exactly where there is a Selector, transition 'context'; see train.convert --help")
