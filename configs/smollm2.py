@@ -90,6 +90,7 @@ def get_config():
     config.loss.candidates_warmup = 0
 
     config.optimizer = config_dict.ConfigDict()
+    config.optimizer.kind = "adamw"  # or "muon", for the backbone's matrices
     config.optimizer.lr = 1.2e-3
     config.optimizer.warmup_steps = 30
     config.optimizer.decay_steps = config_dict.placeholder(int)  # None: the rate reaches zero with the last step

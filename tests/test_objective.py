@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 from ml_collections import config_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -166,11 +167,46 @@ def slow_reached(batch, blocks):
     return reached
 
 
+def optimizer_options(**fields):
+    return config_dict.ConfigDict({"kind": "adamw", "lr": 1e-2, "warmup_steps": 0, "decay_steps": None, "b1": 0.9, "b2": 0.99,
+                                   "weight_decay": 0.0, "clip": 1.0} | fields)
+
+
+@pytest.mark.parametrize("trained", [objective.PARTS, ("backbone",)])
+def test_muon(trained):
+    """Of a matrix of the backbone all but the smallest singular directions are moved by (nearly) the same amount, of the right
+    size; everything else as AdamW would."""
+    drafter, frozen, batch = setting(conv_kernel_size=2)
+    _, gradient = loss_and_gradient(LossWeights(), 7, drafter, frozen, batch, parts(drafter, frozen, batch))
+    optimizer = objective.make_optimizer(optimizer_options(kind="muon"), 1000, trained)
+    updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(drafter.params), drafter.params)
+    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b1=0.9, b2=0.99, weight_decay=0.0, nesterov=True))
+    clipped = {name: gradient[name] for name in trained}  # the norm is that of what is trained
+    expected, _ = adam.update(clipped, adam.init(clipped), clipped)
+    matrices = 0
+    for path, update in traverse_util.flatten_dict(updates).items():
+        if path[0] not in trained:
+            assert not update.any()
+        elif path[0] == "backbone" and path[-1] == "weight" and update.ndim == 2:
+            matrices += 1
+            u, s, v = np.linalg.svd(traverse_util.flatten_dict(gradient)[path], full_matrices=False)
+            turned = -u.T @ np.asarray(update) @ v.T / (1e-2 * 0.2 * max(update.shape) ** 0.5)
+            assert 0.6 < turned.diagonal()[s > 0.1 * s[0]].min() and turned.diagonal().max() < 1.3, path
+            assert np.abs(turned - np.diag(turned.diagonal())).max() < 0.02, path
+        else:
+            same(update, traverse_util.flatten_dict(expected)[path])
+    assert matrices == 8
+
+
+def test_an_unknown_optimizer():
+    with pytest.raises(ValueError, match="optimizer.kind: 'sgd'; allowed: 'adamw', 'muon'"):
+        objective.make_optimizer(optimizer_options(kind="sgd"), 10)
+
+
 def test_only_some_parts_are_trained():
     """The others keep their values, whatever the loss and the decay of weights would do to them."""
     drafter, frozen, batch = setting()
-    options = config_dict.ConfigDict({"lr": 1e-2, "warmup_steps": 0, "decay_steps": None, "b1": 0.9, "b2": 0.99,
-                                      "weight_decay": 0.1, "clip": 1.0})
+    options = optimizer_options(weight_decay=0.1)
     for trained in (("confidence",), ("backbone", "transition")):
         optimizer = objective.make_optimizer(options, 10, trained)
         step = jax.jit(objective.make_step(drafter.config, LossWeights(**ALL), optimizer, anchors=7, trained=trained))

@@ -51,7 +51,7 @@ def config(tokens):
         "batch": {"sequences": 4, "anchors": 6, "anchors_per_chunk": None, "micro_steps": 1},
         "loss": {"ce": 0.1, "l1": 0.9, "confidence": 0.1, "decay": 4.0, "position_weights": "decay"},
         "optimizer": {
-            "lr": 1e-2, "warmup_steps": 3, "decay_steps": None, "b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "clip": 1.0},
+            "kind": "adamw", "lr": 1e-2, "warmup_steps": 3, "decay_steps": None, "b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "clip": 1.0},
         "evaluation": {"prompts": 0, "max_new_tokens": 8, "every": 0, "blocks_every": 10},
     }
     return config_dict.ConfigDict(sections)

@@ -17,6 +17,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from dspark_jax import anchors as anchors_lib
 from dspark_jax import candidates, chunks, divergences, layers, losses, packing, sharding, transitions
@@ -27,11 +28,15 @@ from train import features as features_lib
 
 
 PARTS = ("backbone", "transition", "confidence")  # of a drafter's parameters
+MUON_RMS = 0.2  # of an update at rate 1, which is what AdamW's are like
 
 
 def make_optimizer(options, steps, trained=PARTS):
-    """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm, for the ``trained`` parts.
+    """The optimizer that ``options.kind`` names, with linear warm-up, cosine decay to zero and clipping by the global norm, for
+    the ``trained`` parts.
 
+    "adamw": AdamW. "muon": Muon (optax.contrib.muon), whose updates are orthogonal, for the backbone's matrices, with updates
+    as large as AdamW's are (Liu et al., 2025), and AdamW with Nesterov's momentum for everything else.
     The decay ends at ``options.decay_steps``, or with the run, after ``steps``, where that is None. A run that ends
     earlier keeps a high rate for another one to go on from.
     """
@@ -39,13 +44,27 @@ def make_optimizer(options, steps, trained=PARTS):
     if not 0 <= options.warmup_steps < decay_steps:
         raise ValueError(f"optimizer.warmup_steps: {options.warmup_steps}; must lie in [0, steps = {decay_steps})")
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.lr, options.warmup_steps, decay_steps, 0.0)
-    update = optax.chain(
-        optax.clip_by_global_norm(options.clip),
-        optax.adamw(schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay))
+    if options.kind == "adamw":
+        rule = optax.adamw(schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay)
+    elif options.kind == "muon":
+        rule = optax.contrib.muon(
+            schedule, weight_decay=options.weight_decay, adam_b1=options.b1, adam_b2=options.b2,
+            adam_weight_decay=options.weight_decay, consistent_rms=MUON_RMS, muon_weight_dimension_numbers=_matrices)
+    else:
+        raise ValueError(f"optimizer.kind: {options.kind!r}; allowed: 'adamw', 'muon'")
+    update = optax.chain(optax.clip_by_global_norm(options.clip), rule)
     if tuple(trained) == PARTS:
         return update
     return optax.multi_transform({True: update, False: optax.set_to_zero()},
                                  lambda params: {name: name in trained for name in params})
+
+
+def _matrices(params):
+    """What Muon takes: which axes of a weight matrix of the backbone are its rows and columns, None for other arrays."""
+    def one(path, leaf):
+        is_matrix = path[0].key == "backbone" and path[-1].key == "weight" and leaf.ndim == 2
+        return optax.contrib.MuonDimensionNumbers() if is_matrix else None
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def loss_weights(options):
