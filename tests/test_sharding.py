@@ -101,9 +101,10 @@ def recipe(tokens="none.npz", **changes):
 
 
 @functools.cache
-def trained(sizes, steps=20, compute_dtype="float32"):
+def trained(sizes, steps=20, compute_dtype="float32", kind="adamw"):
     """-> (parameters, optimizer's state, metrics of the last step, the compiled text of the step) of a mesh."""
     config, target, on = recipe(compute_dtype=compute_dtype), tiny_run.target(), mesh(*sizes)
+    config.optimizer.kind = kind
     model = loop.drafter_config(config.drafter, target.config)
     program = programs.build(config, model, target.config, on)
     params = drafter_lib.init_params(model, jax.random.key(0))
@@ -127,6 +128,12 @@ def relative(a, b):
     """|a - b| / |b| over all arrays of a tree."""
     norm = lambda tree: np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
     return norm(jax.tree.map(lambda x, y: np.float64(x) - y, a, b)) / norm(b)
+
+
+def test_muon_on_a_mesh():
+    """Matrices that are spread over devices are orthogonalised as wholes."""
+    one, spread = (trained(sizes, 3, kind="muon") for sizes in ((1, 1, 1), (2, 2, 2)))
+    assert relative(spread[0], one[0]) < 1e-5 and relative(spread[1], one[1]) < 1e-4
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
