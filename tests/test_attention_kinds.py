@@ -99,7 +99,7 @@ def test_training_and_cached_decoding_agree(kind, packed, layout):
     starts = anchors.reshape(-1)
     found = draft(features[rows], jnp.asarray(tokens[rows, starts]), jnp.asarray(starts))
     expected = jax.nn.softmax(hidden.reshape(4, 4, 16) @ embedding.T, axis=-1)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_configs_have_one_spelling():
