@@ -17,6 +17,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled():
+    """Compiled programs are forgotten with the module that made them. Each is several mappings of memory, of which Linux gives
+    a process 65,530: the whole suite in one process has more, and XLA ends a process that gets none."""
+    yield
+    import jax
+
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """The SmolLM2-135M-Instruct target, loaded once. Tests that use it are marked `target`."""
