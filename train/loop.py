@@ -89,11 +89,11 @@ def train(config, workdir, target=None, stop=None):
     if len(data) == 0 or int(data.tokens.max()) >= target.config.vocab_size:
         raise ValueError(f"data.tokens: {token_file}: must hold ids of the target's vocabulary "
                          f"[0, {target.config.vocab_size}), and not be empty")
-    kept = np.flatnonzero([config.data.source_weights.get(source, 1.0) > 0 for source in data.source])
-    data = data.where(np.isin(np.arange(len(data)), kept))
+    weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
+    kept = np.flatnonzero(weights > 0)
+    data, weights = data.where(weights > 0), weights[kept]
     sequences = [data.document(i)[0] for i in range(len(data))]
     lengths = np.minimum(data.length.astype(np.int64), config.data.max_length)
-    weights = np.array([config.data.source_weights.get(s, 1.0) for s in data.source], np.float64)
     if not 1 <= config.batch.sequences <= len(data):
         raise ValueError(f"batch.sequences: {config.batch.sequences}; must lie in [1, {len(data)}], "
                          f"the conversations of {token_file} whose source has a weight")
