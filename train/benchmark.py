@@ -60,6 +60,8 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "An answer is cut 
 
 _TRAIN_DRAFTS = flags.DEFINE_integer("train_drafts", 7, "Drafts a block.", lower_bound=1)
 _TRAIN_ANCHORS = flags.DEFINE_integer("train_anchors", 64, "Blocks a step.", lower_bound=1)
+_TRAIN_DTYPE = flags.DEFINE_enum(
+    "train_dtype", "float32", ["float32", "bfloat16"], "What a step computes in; parameters stay in float32.")
 _TORCH_PYTHON = flags.DEFINE_string(
     "torch_python", None, "A Python that has torch; this one if unset, and no PyTorch where it has none.")
 
@@ -97,7 +99,7 @@ def main():
             repeats=_REPEATS.value, decode_repeats=_DECODE_REPEATS.value),
         "train": lambda: benchmark_train.run(
             target, drafter, drafts=_TRAIN_DRAFTS.value, anchors=_TRAIN_ANCHORS.value, repeats=_REPEATS.value,
-            budget=_BUDGET.value, torch_python=torch_python),
+            budget=_BUDGET.value, dtype=_TRAIN_DTYPE.value, torch_python=torch_python),
         "loading": lambda: benchmark_loading.run(_LOADING_SCALE.value, _LOADING_UNTIED.value),
     }
     reads = timing.alternate(timing.memory_reads(), _REPEATS.value, _BUDGET.value, description="memory")

@@ -5,7 +5,7 @@
 Reads parameters, batch and settings from the file and prints one line when ready. Then, for each line on stdin, it
 takes one step and prints the loss before it. Needs torch and numpy only.
 
-What a PyTorch programmer would write: eager float32, `F.linear` and `scaled_dot_product_attention` (blocks beside one
+What a PyTorch programmer would write: eager, float32 or autocast to bfloat16, `F.linear` and `scaled_dot_product_attention` (blocks beside one
 copy of their context, with a mask), gradients by autograd, the fused AdamW.
 
 B sequences, S positions, N blocks per sequence, J slots of a block, T drafts of it, D model width, H query heads, K
@@ -91,12 +91,15 @@ def main(file):
     for p in params.values():
         p.requires_grad_()
     batch = {name: x.long() if x.dtype == torch.int32 else x for name, x in batch.items()}
+    for name in ("embedding", "head_rows"):  # what is not trained is cast once
+        batch[name] = batch[name].to(getattr(torch, settings["dtype"]))
     optimizer = torch.optim.AdamW(params.values(), lr=settings["lr"], betas=(settings["b1"], settings["b2"]),
                                   weight_decay=settings["weight_decay"], fused=True)
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads()}), flush=True)
     for _ in sys.stdin:
         optimizer.zero_grad()
-        value = loss(params, settings, batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=settings["dtype"] == "bfloat16"):
+            value = loss(params, settings, batch)
         value.backward()
         torch.nn.utils.clip_grad_norm_(params.values(), settings["clip"])
         optimizer.step()

@@ -1,7 +1,7 @@
 """Part `train` of `train.benchmark`: one optimiser step of `train.main`, beside the same step in plain PyTorch.
 
-The step is that of `train.objective`: both heads, the loss, the gradients, clipping and AdamW, on random target
-features of one sequence. PyTorch (`train.benchmark_torch`) runs in a process of its own, takes its steps by turns with
+The step is that of `train.objective`: DSpark's default head, the confidence head, the loss, the gradients, clipping and
+AdamW, on random target features of one sequence. PyTorch (`train.benchmark_torch`) runs in a process of its own, takes its steps by turns with
 JAX and starts from the same parameters and batch; it does not draw the anchors and keeps no metrics. Before anything is
 timed the losses of the first steps must agree.
 
@@ -28,31 +28,36 @@ from dspark_jax import drafter as drafter_lib
 from train import measure, objective, timing
 
 COMPARED = 3  # steps whose losses must agree between JAX and PyTorch
-TOLERANCE = 1e-3  # relative; sums run in another order
+TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}  # relative; sums run in another order
 
 
-def run(target, drafter, *, drafts, anchors, repeats, budget, torch_python=None) -> dict:
-    """Times steps of a fresh drafter like ``drafter``, but T = ``drafts`` and with the target's whole vocabulary.
+def run(target, drafter, *, drafts, anchors, repeats, budget, dtype="float32", torch_python=None) -> dict:
+    """Times steps of a fresh drafter with ``drafter``'s backbone and rank, T = ``drafts``, DSpark's default head and the
+    target's whole vocabulary.
 
-    anchors: N, of one sequence. repeats, budget: of `timing.alternate`. torch_python: an interpreter that has torch;
-    None leaves PyTorch out. Returns plain values.
+    anchors: N, of one sequence. repeats, budget: of `timing.alternate`. dtype: what both compute in, "float32" or
+    "bfloat16", of parameters in float32. torch_python: an interpreter that has torch; None leaves PyTorch out. Returns
+    plain values.
     """
     recipe, vocab = smollm2.get_config(), target.config.vocab_size
     recipe.optimizer.warmup_steps, recipe.optimizer.decay_steps = 0, 10**9  # a constant rate
-    # Sequential: PyTorch's accept rates are those of drafts drawn from all tokens.
-    model = dataclasses.replace(drafter.config, block_length=drafts, draft_vocab_size=vocab, execution="sequential",
-                                confidence_temperatures=())
+    # The heads that PyTorch's step has; sequential, as its accept rates are those of drafts drawn from all tokens.
+    model = dataclasses.replace(
+        drafter.config, block_length=drafts, draft_vocab_size=vocab, transition="vanilla", execution="sequential",
+        confidence=True, confidence_with_predecessor=True, confidence_with_law=False, confidence_temperatures=())
     optimizer = objective.make_optimizer(recipe.optimizer, recipe.optimizer.decay_steps)
     params = drafter_lib.init_params(model, jax.random.key(0))
-    frozen = {"embedding": target.embedding(), "head_rows": target.head_rows(), "target_to_draft": jnp.arange(vocab),
-              "draft_to_target": None, "target_head": None}
+    tables = {"embedding": target.embedding(), "head_rows": target.head_rows()}
+    frozen = {name: table.astype(dtype) for name, table in tables.items()} | {
+        "target_to_draft": jnp.arange(vocab), "draft_to_target": None, "target_head": None}
     batch, key = _batch(model, anchors), jax.random.key(3)
-    result = {"drafts": drafts, "anchors": anchors, "sequence_length": batch["tokens"].shape[1], "vocabulary": vocab,
+    result = {"dtype": dtype, "drafts": drafts, "anchors": anchors, "sequence_length": batch["tokens"].shape[1], "vocabulary": vocab,
               "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
     stored = traverse_util.flatten_dict(jax.device_get(params), sep="/")  # the step will donate its own
 
     weights = objective.loss_weights(recipe.loss)
-    step = jax.jit(objective.make_step(model, weights, optimizer, anchors=anchors), donate_argnums=(0, 1))
+    step = objective.make_step(model, weights, optimizer, anchors=anchors, dtype=jnp.dtype(dtype))
+    step = jax.jit(step, donate_argnums=(0, 1))
     state, number = (params, optimizer.init(params)), jnp.int32(0)
     step = step.lower(*state, frozen, batch, key, number).compile()
     result["temporary_bytes"] = step.memory_analysis().temp_size_in_bytes
@@ -67,11 +72,11 @@ def run(target, drafter, *, drafts, anchors, repeats, budget, torch_python=None)
         if torch_python and (reason := not_in_torch(model)):
             result["torch"] = {"left_out": reason}
         elif torch_python:
-            inputs = _torch_batch(model, frozen, batch, anchors, key)
+            inputs = _torch_batch(model, tables, batch, anchors, key)
             about, calls["torch"] = stack.enter_context(_torch_process(
-                torch_python, stored, inputs, _settings(model, recipe)))
+                torch_python, stored, inputs, _settings(model, recipe) | {"dtype": dtype}))
             losses = {name: [float(call()) for _ in range(COMPARED)] for name, call in calls.items()}
-            if not np.allclose(losses["jax"], losses["torch"], rtol=TOLERANCE):
+            if not np.allclose(losses["jax"], losses["torch"], rtol=TOLERANCE[dtype]):
                 raise RuntimeError(f"JAX and PyTorch compute different losses, {losses}: there is nothing to compare")
             result["torch"] = {**about, "losses": losses}
         times = timing.alternate(calls, repeats, budget, description="train")
@@ -104,22 +109,21 @@ def _batch(model, anchors):
 
 
 def not_in_torch(model):
-    """Why the PyTorch step cannot be compared, or None. It is written for DSpark's default head and plain layers."""
+    """Why the PyTorch step cannot be compared, or None. It is written for plain layers."""
     plain = dataclasses.replace(
-        model, transition="vanilla", confidence=True, confidence_with_predecessor=True, confidence_with_law=False,
-        output_multiplier=1.0, final_logit_softcapping=0.0, input_embedding_scale=1.0, backbone=dataclasses.replace(
+        model, output_multiplier=1.0, final_logit_softcapping=0.0, input_embedding_scale=1.0, backbone=dataclasses.replace(
             model.backbone, attention_bias=False, conv_kernel_size=0, rope_scaling=None, attention=()))
-    return None if plain == model else "it has no such transition, confidence head, scale, convolution or attention"
+    return None if plain == model else "it has no such scale, convolution or attention"
 
 
-def _torch_batch(model, frozen, batch, anchors, key):
+def _torch_batch(model, tables, batch, anchors, key):
     """What `objective.sample_blocks` and the drafter derive from the batch before it computes anything, as numpy arrays."""
     T, tokens = model.block_length, batch["tokens"]
     length, width = tokens.shape[1], model.backbone.hidden_size
     anchors, keep = anchors_lib.sample_anchors(key, batch["loss_mask"], anchors)
     features = batch["features"].astype(jnp.float32)
     return jax.device_get({
-        "embedding": frozen["embedding"], "head_rows": frozen["head_rows"], "features": features[..., :-width],
+        **tables, "features": features[..., :-width],
         "final": anchors_lib.gather(features[..., -width:], anchors_lib.target_indices(anchors, keep, T, length)),
         "ids": anchors_lib.block_tokens(tokens, anchors, keep, model.slots, model.mask_token_id),
         "positions": anchors_lib.block_positions(anchors, model.slots),
@@ -167,7 +171,8 @@ def report(result) -> str:
     table = measure.table(header, [[name, timing.cell(t, digits=1), f"{result['positions_per_second'][name]:.0f}"]
                                    for name, t in result["seconds"].items()])
     text = (f"{result['anchors']} anchors of one sequence of {result['sequence_length']} positions, {result['drafts']} "
-            f"drafts, vocabulary {result['vocabulary']}, {result['parameters'] / 1e6:.1f} million parameters; "
+            f"drafts, vocabulary {result['vocabulary']}, {result['parameters'] / 1e6:.1f} million parameters, computed in "
+            f"{result['dtype']}; "
             f"JAX's temporary memory {result['temporary_bytes'] / 1e6:.0f} MB")
     torch = result.get("torch", {"left_out": "no interpreter that has it (--torch_python)"})
     if "left_out" in torch:
