@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 
 from dspark_jax import drafter as drafter_lib
@@ -10,6 +9,7 @@ from dspark_jax.checkpoints import gguf, huggingface, run, safetensors_files, ta
 from dspark_jax.data import assets
 from dspark_jax.target import Target
 from dspark_jax.tokenizer import Tokenizer
+from dspark_jax.whole_files import replacing
 
 SMOLLM2 = "smollm2-135m-instruct"
 RUN_FILE = "drafter.json"  # in a run directory: the DrafterConfig and the draft vocabulary
@@ -113,6 +113,5 @@ def write_run_file(where, config, draft_to_target):
             raise ValueError(f"{file}: this run began with another drafter or draft vocabulary; the token file has "
                              "changed since: choose another work directory")
         return
-    scratch = file.with_suffix(".tmp")
-    scratch.write_text(json.dumps({"config": dataclasses.asdict(config), "draft_to_target": ids}))
-    os.replace(scratch, file)
+    with replacing(file, "w") as whole:
+        json.dump({"config": dataclasses.asdict(config), "draft_to_target": ids}, whole)

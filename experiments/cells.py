@@ -7,13 +7,13 @@ measurement that was killed goes on with the cells that are missing.
 import ast
 import hashlib
 import json
-import os
 import pathlib
 
 import jax
 import numpy as np
 
 from dspark_jax.data import sources
+from dspark_jax.whole_files import replacing
 from train import measure
 from train.rounds import fingerprint
 
@@ -48,12 +48,11 @@ class Cells:
 
     def put(self, name, cell):
         self.found[name] = cell
-        scratch = self.path.with_suffix(".tmp")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [f"  {json.dumps(name)}: {json.dumps(cell)}" for name, cell in sorted(self.found.items())]
         head = json.dumps({"stamp": self.stamp, "machine": measure.machine()}, indent=1)[:-2]
-        scratch.write_text(head + ',\n "cells": {\n' + ",\n".join(lines) + "\n }\n}\n")
-        os.replace(scratch, self.path)
+        with replacing(self.path, "w") as file:
+            file.write(head + ',\n "cells": {\n' + ",\n".join(lines) + "\n }\n}\n")
 
 
 def read(path):

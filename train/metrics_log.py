@@ -6,12 +6,12 @@ several processes the first one writes.
 """
 
 import json
-import os
 import statistics
 
 import jax
 import tensorboardX
 
+from dspark_jax.whole_files import replacing
 from train import measure
 
 FILE = "metrics.jsonl"
@@ -31,11 +31,9 @@ class MetricsLog:
         lines = [line for line in read(workdir) if line["step"] <= start]
         self.held_out, self.file, self.board = held_out(lines), None, None
         if jax.process_index() == 0:
-            path = workdir / FILE
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            os.replace(scratch, path)
-            self.file = open(path, "a")
+            with replacing(workdir / FILE, "w") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            self.file = open(workdir / FILE, "a")
             self.board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
 
     def __enter__(self):

@@ -20,7 +20,6 @@ makes other batches and so other answers; all of them are exact samples of the t
 import collections.abc
 import hashlib
 import json
-import os
 import pathlib
 import time
 
@@ -29,6 +28,7 @@ from absl import flags
 
 import dspark_jax as ds
 from dspark_jax.data import chat, conversations, documents, sources
+from dspark_jax.whole_files import replacing
 from train import command_line, measure
 
 _TARGET = flags.DEFINE_string(
@@ -229,12 +229,10 @@ def sort_answers(path: pathlib.Path, prompts: list[conversations.Conversation]) 
         order = sorted(lines, key=lambda line: line[0])
         if order == lines:
             return
-        partial = path.with_name(path.name + ".partial")
-        with open(partial, "wb") as ordered:
+        with replacing(path) as ordered:
             for _, begin, size in order:
                 file.seek(begin)
                 ordered.write(file.read(size))
-    os.replace(partial, path)
 
 
 def batches(pairs: list, size: int) -> collections.abc.Iterator[list]:

@@ -9,7 +9,6 @@ Shape letters: N rounds, T draft positions, P prompts.
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ import numpy as np
 import tqdm
 
 import dspark_jax as ds
+from dspark_jax.whole_files import replacing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,8 @@ class Rounds:
 
     def save(self, path) -> None:
         """Atomically."""
-        partial = pathlib.Path(f"{path}.tmp")
-        with open(partial, "wb") as file:
+        with replacing(path) as file:
             np.savez(file, settings=json.dumps(self.settings), **{name: getattr(self, name) for name in _ARRAYS})
-        os.replace(partial, path)
 
     @classmethod
     def load(cls, path) -> "Rounds":

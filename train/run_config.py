@@ -1,9 +1,10 @@
 """A run directory belongs to one config: training on with another one would silently mix two runs."""
 
 import json
-import os
 
 import jax
+
+from dspark_jax.whole_files import replacing
 
 # What does not change what is trained, but how it is watched, kept and spread over devices.
 FREE = ("batch.anchors_per_chunk", "batch.micro_steps", "checkpoint_every", "checkpoint_keep", "checkpoint_keep_every",
@@ -26,9 +27,8 @@ def claim(workdir, config) -> None:
             raise ValueError(f"{file}: this run was started with another config ({'; '.join(fixed)}); "
                              "choose another --workdir or give the same config")
     if jax.process_index() == 0:
-        scratch = file.with_suffix(".tmp")
-        scratch.write_text(text)
-        os.replace(scratch, file)  # a run that is killed right here must not leave half a file
+        with replacing(file, "w") as whole:
+            whole.write(text)
 
 
 def differences(old, new) -> dict:

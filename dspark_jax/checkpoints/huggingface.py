@@ -11,7 +11,6 @@ almost nothing.
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from dspark_jax.checkpoints import layouts, safetensors_files, tensors
 from dspark_jax.checkpoints.fields import Fields
 from dspark_jax.checkpoints.tensors import Entry
 from dspark_jax.drafter import Drafter, DrafterConfig, abstract_params, attach, check_fit
+from dspark_jax.whole_files import replacing
 
 ARCHITECTURE = "DSparkJaxDrafter"
 NATIVE = "native"
@@ -245,9 +245,8 @@ def save(drafter, directory, layout=NATIVE, dtype=None) -> None:
     if (directory / safetensors_files.INDEX).exists():
         raise ValueError(f"{directory}: holds the shards of another checkpoint; choose another directory")
     safetensors_files.write_file(directory / safetensors_files.SINGLE, stored)
-    scratch = directory / "config.json.tmp"
-    scratch.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(scratch, directory / "config.json")
+    with replacing(directory / "config.json", "w") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
 
 
 def read_config(path):

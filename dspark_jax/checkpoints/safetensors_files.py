@@ -16,6 +16,8 @@ import struct
 import ml_dtypes
 import numpy as np
 
+from dspark_jax.whole_files import replacing
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -190,9 +192,7 @@ def write_file(file, tensors: dict[str, np.ndarray]) -> None:
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    scratch = pathlib.Path(file).with_suffix(".tmp")
-    with open(scratch, "wb") as stream:
+    with replacing(file) as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         for name in order:
             stream.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
-    os.replace(scratch, file)

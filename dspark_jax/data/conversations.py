@@ -7,10 +7,9 @@ ShareGPT's {"from", "value"} as another form of its entries, and "source" as an 
 import collections.abc
 import dataclasses
 import json
-import os
-import pathlib
 
 from dspark_jax.tokenizer import ROLES, check_messages
+from dspark_jax.whole_files import replacing
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 
@@ -114,10 +113,7 @@ def _from_sharegpt(where, message):
 def write_conversations(path, conversations: collections.abc.Iterable[Conversation]) -> None:
     """Writes a JSON lines file that `read_conversations` reads back; an older file is replaced only when the new one is
     complete."""
-    path = pathlib.Path(path)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
+    with replacing(path, "w") as file:
         for c in conversations:
             row = {"id": c.id, "source": c.source, "conversations": list(c.messages)}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(partial, path)

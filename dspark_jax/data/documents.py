@@ -3,11 +3,11 @@
 import collections.abc
 import dataclasses
 import functools
-import os
-import pathlib
 import zipfile
 
 import numpy as np
+
+from dspark_jax.whole_files import replacing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,11 +69,8 @@ class Documents:
 
     def save(self, path) -> None:
         """Writes a compressed .npz; an older file is replaced only when the new one is complete."""
-        path = pathlib.Path(path)
-        partial = path.with_name(path.name + ".partial")
-        with open(partial, "wb") as file:
+        with replacing(path) as file:
             np.savez_compressed(file, **{name: getattr(self, name) for name in _ARRAYS})
-        os.replace(partial, path)
 
     @classmethod
     def load(cls, path) -> "Documents":

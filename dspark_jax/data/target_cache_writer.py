@@ -6,13 +6,13 @@ last: a directory without it is no cache yet.
 """
 
 import json
-import os
 import pathlib
 
 import numpy as np
 
 from dspark_jax.data import target_cache
 from dspark_jax.data.target_cache import INDEX, MANIFEST, RECORD
+from dspark_jax.whole_files import replacing
 
 PROGRESS = "progress.json"
 SHARD_BYTES = 2**36  # the largest shard, as DeepSpec has it; a longer sample gets one of its own
@@ -78,7 +78,8 @@ class Writer:
         """What was put is on disk, and ``done`` says how much of it there is: the next `Writer` here begins there."""
         for shard in self._open.values():
             shard.flush()
-        _replace(self.directory / PROGRESS, json.dumps(self._manifest | {"done": int(done)}))
+        with replacing(self.directory / PROGRESS, "w") as file:
+            json.dump(self._manifest | {"done": int(done)}, file)
         self.done = done
 
     def finish(self):
@@ -87,7 +88,8 @@ class Writer:
             for shard in self._open.values():
                 shard.flush()
             self.records.tofile(self.directory / INDEX)
-            _replace(self.directory / MANIFEST, json.dumps(self._manifest, indent=1))
+            with replacing(self.directory / MANIFEST, "w") as file:
+                json.dump(self._manifest, file, indent=1)
             (self.directory / PROGRESS).unlink(missing_ok=True)
         return target_cache.TargetCache(self.directory)
 
@@ -124,9 +126,3 @@ def places(lengths, arrays):
             records[i][name] = sizes[-1]
             sizes[-1] += size
     return records, sizes
-
-
-def _replace(file, text):
-    scratch = file.with_name(file.name + ".tmp")
-    scratch.write_text(text)
-    os.replace(scratch, file)
