@@ -179,5 +179,5 @@ def report(result) -> str:
         return f"{table}\n{text}\nPyTorch left out: {torch['left_out']}"
     losses = "; ".join(f"{name} " + ", ".join(f"{x:.4f}" for x in torch["losses"][name]) for name in torch["losses"])
     return (f"{table}\n{text}\nPyTorch / JAX: {result['torch_over_jax']:.2f} times the time. PyTorch {torch['torch']}, "
-            f"eager, float32, {torch['threads']} threads, scaled_dot_product_attention, fused AdamW;\nfrom the same "
+            f"eager, {torch['threads']} threads, scaled_dot_product_attention, fused AdamW;\nfrom the same "
             f"parameters, on the same batch; losses of the first steps: {losses}")
