@@ -26,6 +26,7 @@ def get_config(name):
     config.checkpoint_every = 40
     config.log_every = 10
     config.compute_dtype = "bfloat16"
+    config.data.conversations = 3968  # what there was when the six were trained
     config.data.source_weights = {"wiki": 0.0, "code": 1.5}
     config.evaluation.prompts = 0
     config.evaluation.blocks_every = 0

@@ -115,9 +115,9 @@ def test_a_header_that_claims_more_than_there_is_allocates_nothing(tmp_path):
 
 def test_the_shipped_tokens():
     shipped = Documents.load(sources.SHIPPED_TOKENS)
-    assert len(shipped) == 3968 and shipped.loss_mask.sum() == 511_384
+    assert len(shipped) == 5376 and shipped.loss_mask.sum() == 670_462
     assert shipped.tokens.max() < 49_152
-    for i in (0, 1000, 2175, 3967):
+    for i in (0, 1000, 2175, 3967, 5375):
         tokens, loss_mask = shipped.document(i)
         prompt, answer = tokens[~loss_mask], tokens[loss_mask]
         assert prompt[0] == 1 and prompt[-1] == 198 and 0 < len(answer) <= 192 and tokens[-1] == answer[-1]
