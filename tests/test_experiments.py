@@ -242,7 +242,7 @@ def test_tables_of_results():
     assert found.acceptance("greedy", "vanilla", "sequential") == pytest.approx([1 / 3, 0.8])
     rows = results.of_drafters(found, "greedy")
     assert [row[0] for row in rows[1:]] == list(results.TITLES.values())
-    assert rows[2][-3:] == ["1.600", rows[2][-2], "+20.0 %"] and rows[1][-1] == ""
+    assert rows[2][-4:] == ["1.600", rows[2][-3], "+20.0 %", "+80.0 %"] and rows[1][-2:] == ["", ""]
     assert results.head_room(found)[2][-4:] == ["1.250", "1.547", "2.500", "24 %"]
     assert not found.missing  # so far nothing else was asked for
     assert results.loses_at_most(found, "vanilla") is None and results.loses_at_most(found, "vanilla", 0.05) == 16
@@ -256,7 +256,7 @@ def test_missing_cells_are_named():
     assert found.length("greedy", "vanilla", "sequential") is None
     assert found.missing == [f"greedy: vanilla/{s}/sequential" for s in results.SETS]
     assert results.loses_at_most(found, "vanilla") is None
-    assert results.of_drafters(found, "greedy")[1][1:] == ["-"] * 5 + [""]
+    assert results.of_drafters(found, "greedy")[1][1:] == ["-"] * 5 + ["", ""]
 
 
 def test_files_of_different_versions_make_no_table(tmp_path):
