@@ -147,18 +147,16 @@ def _sixteen_bit_product(x, weight):
     16-bit result they are slower than float32), and only for two rows or more. What differentiation would do by itself
     is to multiply the float32 gradient.
     """
-    flat = x.reshape(-1, x.shape[-1])
-    product = lambda x, weight: _product(x, weight, (1, 1))
-    if len(flat) == 1:
-        two = lambda x, weight: product(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
-        y = jax.lax.platform_dependent(flat, weight, cpu=two, default=product)
-    else:
-        y = product(flat, weight)
-    return y.reshape(*x.shape[:-1], -1)
+    product = lambda x, weight: _product(x, weight, (x.ndim - 1,), (1,))
+    if x.size != x.shape[-1]:
+        return product(x, weight)
+    twice = lambda x, weight: product(jnp.broadcast_to(x, (2, *x.shape)), weight)[0]
+    return jax.lax.platform_dependent(x, weight, cpu=twice, default=product)
 
 
-def _product(x, y, over):
-    return jax.lax.dot_general(x, y, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
+def _product(x, y, of_x, of_y):
+    """Sums over the axes ``of_x`` and ``of_y``, in float32."""
+    return jax.lax.dot_general(x, y, ((of_x, of_y), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _sixteen_bit_forward(x, weight):
@@ -167,9 +165,9 @@ def _sixteen_bit_forward(x, weight):
 
 def _sixteen_bit_backward(saved, gradient):
     x, weight = saved
-    flat, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, len(weight)).astype(x.dtype)
-    by_x = _product(gradient, weight, (1, 0)).astype(x.dtype).reshape(x.shape)
-    return by_x, _product(gradient, flat, (0, 0)).astype(weight.dtype)
+    gradient, rows = gradient.astype(x.dtype), tuple(range(x.ndim - 1))
+    return (_product(gradient, weight, (x.ndim - 1,), (0,)).astype(x.dtype),
+            _product(gradient, x, rows, rows).astype(weight.dtype))
 
 
 _sixteen_bit_product.defvjp(_sixteen_bit_forward, _sixteen_bit_backward)

@@ -18,7 +18,7 @@ def test_attention_by_rows_is_attention_by_columns(queries, keys):
     np.testing.assert_array_equal(jax.jit(layers.attend)(*arguments), columns)  # tests run on a CPU
 
 
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 3, 5), (2, 0, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_sixteen_bit_products_are_summed_in_float32_and_have_gradients(shape, dtype):
     """Against float32 products of the same 16-bit numbers: equal but for the last rounding, forward and backward."""
