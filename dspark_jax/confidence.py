@@ -27,18 +27,23 @@ def confidence_logits(
     return jnp.einsum("...D,D->...", features, kernel, preferred_element_type=wide) + bias
 
 
-def law_statistics(scores: jax.Array) -> jax.Array:
-    """What the law p = softmax(scores) says of its own draft: the best log-probability and the entropy, in nats.
+def law_statistics(scores: jax.Array, log_normalizer: jax.Array | None = None) -> jax.Array:
+    """What the law p = softmax(scores) says of its own draft: the best log-probability, the entropy, and log sum_m exp(scores_m)
+    - log_normalizer, how much the M tokens have of the law over all that the drafter knows, in nats.
 
-    scores [..., M], -inf for a token that cannot be drafted -> [..., 2]. Neither depends on which token is drawn. A linear
-    map of h_t, without the product with the vocabulary, could not know them.
+    scores [..., M], -inf for a token that cannot be drafted; log_normalizer [...], of that law, None where the M are all ->
+    [..., 3]. None depends on which token is drawn. A linear map of h_t, without the product with the vocabulary, could not
+    know them.
     """
-    log_p = jax.nn.log_softmax(scores, axis=-1)
+    log_sum = jax.nn.logsumexp(scores, axis=-1)
+    log_p = scores - log_sum[..., None]
     entropy = -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0), axis=-1)
-    return jnp.stack([jnp.max(log_p, axis=-1), entropy], axis=-1)
+    share = jnp.zeros_like(log_sum) if log_normalizer is None else log_sum - log_normalizer
+    return jnp.stack([jnp.max(log_p, axis=-1), entropy, share], axis=-1)
 
 
-def law_term(weights: jax.Array, scores: jax.Array) -> jax.Array:
-    """weights . `law_statistics`, a further term of `confidence_logits`: [2], [..., M] -> [...]. The law itself learns nothing
-    from it."""
-    return law_statistics(jax.lax.stop_gradient(scores)) @ weights.astype(scores.dtype)
+def law_term(weights: jax.Array, scores: jax.Array, log_normalizer: jax.Array | None = None) -> jax.Array:
+    """weights . `law_statistics`, a further term of `confidence_logits`: [3], [..., M] and [...] -> [...]. The law itself learns
+    nothing from it."""
+    statistics = law_statistics(*jax.lax.stop_gradient((scores, log_normalizer)))
+    return statistics @ weights.astype(statistics.dtype)

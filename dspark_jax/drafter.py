@@ -136,11 +136,11 @@ class ConfidenceParameters(nn.Module):
         self.param("kernel", nn.initializers.normal(0.02), (width,))
         self.param("bias", nn.initializers.zeros, ())
         if c.confidence_with_law:
-            self.param("law", nn.initializers.zeros, (2,))
+            self.param("law", nn.initializers.zeros, (3,))
 
 
 class DrafterModule(nn.Module):
-    """Parameters: {"backbone": ..., "transition": ..., "confidence": {"kernel" [D (+ R)], "bias" [] and perhaps "law" [2]}}."""
+    """Parameters: {"backbone": ..., "transition": ..., "confidence": {"kernel" [D (+ R)], "bias" [] and perhaps "law" [3]}}."""
 
     config: DrafterConfig
 
@@ -201,17 +201,20 @@ def confidence_probabilities(config, logits):
     return jax.nn.sigmoid(logits / temperatures)
 
 
-def block_confidence(config, params, hidden, predecessors, scores=None):
+def block_confidence(config, params, hidden, predecessors, scores=None, log_normalizer=None):
     """Logit of each draft's chance to survive, given its predecessors int [..., T]; None without a confidence head.
 
     scores [..., T, M]: what the law of each draft is the softmax of, at temperature 1; None: without the term that needs them.
+    log_normalizer [..., T]: of the law over all draft tokens, None where the M are all.
     """
     if not config.confidence:
         return None
     head = params["confidence"]
     embedding = transitions.embed(params["transition"], predecessors) if config.confidence_with_predecessor else None
     logits = confidence_logits(head["kernel"], head["bias"], hidden, embedding)
-    return logits if scores is None or not config.confidence_with_law else logits + law_term(head["law"], scores)
+    if scores is None or not config.confidence_with_law:
+        return logits
+    return logits + law_term(head["law"], scores, log_normalizer)
 
 
 def training_hidden(config, params, embedding, features, tokens, anchors, keep, documents=None):
@@ -292,13 +295,14 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
             )(logits, hidden, anchors, keys, temperature)
         if draft_to_target is not None:
             q = SparseDraft(jnp.broadcast_to(draft_to_target, q.shape), q)
-    predecessors = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
+    predecessors, log_normalizer = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1), None
     if execution == "lattice" and config.confidence_with_law:  # those along the path, of the base logits' candidates
         phi = transitions.teacher_forced_phi(transition, table, predecessors, hidden)
         scores = unary + transitions.bias_at(table, phi, best)
+        log_normalizer = jax.nn.logsumexp(logits + transitions.bias(table, phi), axis=-1)
     law = q.probabilities if isinstance(q, SparseDraft) else q
     finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) & jnp.all(jnp.isfinite(law), axis=(1, 2))
-    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors, scores), finite)
+    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors, scores, log_normalizer), finite)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -325,7 +325,7 @@ def test_convert_and_inspect_from_the_command_line(tmp_path):
 
 def with_law(drafter):
     """The same, but that its confidence head also sees the law of the draft."""
-    head = drafter.params["confidence"] | {"law": jnp.array([0.5, -0.25])}
+    head = drafter.params["confidence"] | {"law": jnp.array([0.5, -0.25, 0.75])}
     config = dataclasses.replace(drafter.config, confidence_with_law=True)
     return dataclasses.replace(drafter, config=config, params=drafter.params | {"confidence": head})
 

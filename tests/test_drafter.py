@@ -325,7 +325,11 @@ def test_law_statistics():
     p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.nansum(p * np.log(p), axis=-1)
-    close(law_statistics(jnp.asarray(scores, jnp.float32)), np.stack([np.log(p.max(-1)), entropy], axis=-1))
+    for others in (None, np.array([[0.5], [2.0], [40.0]]) * np.ones((3, 4))):  # of the law over all tokens, but for these
+        share = np.ones((3, 4)) if others is None else 1 / (1 + others)
+        log_normalizer = None if others is None else jnp.log(np.exp(scores).sum(-1) * (1 + others)).astype(jnp.float32)
+        expected = np.stack([np.log(p.max(-1)), entropy, np.log(share)], axis=-1)
+        close(law_statistics(jnp.asarray(scores, jnp.float32), log_normalizer), expected)
 
 
 @pytest.mark.parametrize("transition", ["none", "joint", "recurrent"])
@@ -347,13 +351,15 @@ def test_confidence_sees_the_law_at_temperature_1(transition, execution, M, temp
     predecessors = jnp.concatenate([anchors[:, None], proposal.tokens[:, :-1]], axis=1)
     scores = np.array(transitions.teacher_forced_logits(
         transitions.get_transition(transition), params.get("transition", {}), base, predecessors, hidden), np.float64)
+    everything = np.exp(scores).sum(-1)
     scores[np.asarray(base) < np.sort(base, axis=-1)[..., -M, None]] = -np.inf
     p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     entropy = -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=-1)
-    law = np.stack([np.log(p.max(-1)), entropy], axis=-1) @ np.float64(params["confidence"]["law"])
+    share = np.log(np.exp(scores).sum(-1) / everything)
+    law = np.stack([np.log(p.max(-1)), entropy, share], axis=-1) @ np.float64(params["confidence"]["law"])
     bare = drafter_lib.block_confidence(c, params, hidden, predecessors)
     close(proposal.confidence, bare + law)
-    assert np.abs(law).max() > 0.1
+    assert np.abs(law).max() > 0.1 and (np.abs(share).max() > 0.01) == (M == 5)
 
 
 # --------------------------------------------------------------------------------------------- training is decoding

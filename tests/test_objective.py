@@ -260,8 +260,8 @@ def test_accept_rates_of_a_lattice():
 
 @pytest.mark.parametrize("execution", ["sequential", "lattice"])
 def test_the_confidence_term_of_the_law(execution):
-    """The cross-entropy with it is that of w . (max log p, entropy) more than without, p the law that drafts are drawn from;
-    and its gradient goes to w alone, not through p to the drafter."""
+    """The cross-entropy with it is that of w . (max log p, entropy, log share) more than without, p the law that drafts are
+    drawn from and its share that of the law over all tokens; and its gradient goes to w alone, not through p to the drafter."""
     drafter, frozen, batch = setting(execution=execution, candidates=3, confidence_with_law=True)
     blocks, only = parts(drafter, frozen, batch), LossWeights(ce=0.0, l1=0.0, confidence=1.0)
     (_, terms), gradient = loss_and_gradient(only, 3, drafter, frozen, batch, blocks)
@@ -270,12 +270,13 @@ def test_the_confidence_term_of_the_law(execution):
     sure = np.float64(objective.head_inputs(drafter.config, only, drafter.params, frozen, batch, blocks)[1]["confidence"])
     for i in np.ndindex(alpha.shape):
         ids = slow.top(base[i], 3) if execution == "lattice" else np.arange(len(IDS))
-        p = softmax(logits[i][ids])
+        p, share = softmax(logits[i][ids]), softmax(logits[i])[ids].sum()
         alpha[i] = np.minimum(p, q[i][IDS[ids]]).sum()
-        sure[i] += np.array([np.log(p.max()), -(p * np.log(p)).sum()]) @ np.float64(drafter.params["confidence"]["law"])
+        sure[i] += np.array([np.log(p.max()), -(p * np.log(p)).sum(), np.log(share)]) @ np.float64(drafter.params["confidence"]["law"])
     w, s = np.asarray(losses.position_weights(reached, 4.0)), 1 / (1 + np.exp(-sure))
     close(losses.metrics_of(terms)["confidence"], -(w * (alpha * np.log(s) + (1 - alpha) * np.log1p(-s))).sum() / w.sum())
-    assert np.abs(gradient["confidence"]["law"]).min() > 0
+    of_law = np.abs(gradient["confidence"]["law"])
+    assert of_law[:2].min() > 0 and (of_law[2] > 0) == (execution == "lattice")
     same(gradient["transition"]["successor"], np.zeros_like(drafter.params["transition"]["successor"]), 0)
 
 

@@ -163,12 +163,12 @@ def drafted_among(config, base, choose):
 def confidence_and_accept_rate(config, shared, rows, among, logits, target_logits, log_normalizer):
     """Of drafts drawn ``among`` some tokens (`drafted_among`): the confidence logits [..., T], None without such a head, and the
     chance alpha [..., T] that each is accepted, None where they are drawn from all tokens."""
-    confidence, accept, scores = rows["confidence"], None, logits
+    confidence, accept, scores, log_sum = rows["confidence"], None, logits, None
     if among is not None:
         accept = divergences.accept_rate_among(logits, among, target_logits, log_normalizer)
-        scores = jnp.where(among, logits, -jnp.inf)
+        scores, log_sum = jnp.where(among, logits, -jnp.inf), jax.nn.logsumexp(logits, axis=-1)
     if "law" in shared:
-        confidence = confidence + law_term(shared["law"], scores)
+        confidence = confidence + law_term(shared["law"], scores, log_sum)
     return confidence, accept
 
 
