@@ -65,7 +65,7 @@ def get_config():
     config.drafter.execution = "lattice"
     config.drafter.candidates = 16
     config.drafter.confidence = True
-    config.drafter.confidence_with_law = False  # its head also sees how sure the law of the draft is; native layout only
+    config.drafter.confidence_with_law = False  # its head also sees what the law of the draft is like; native layout only
     config.drafter.trained = ("backbone", "transition", "confidence")  # which parts of it
 
     config.batch = config_dict.ConfigDict()

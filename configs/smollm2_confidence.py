@@ -19,7 +19,7 @@ def get_config():
     config.drafter.confidence_with_law = True
     config.loss.ce = config.loss.l1 = 0.0
     config.loss.confidence = 1.0
-    config.data.source_weights = {"gsm8k": 4.0, "code": 2.0}  # of the shipped answers, fewer are to word problems
+    config.data.source_weights = {"gsm8k": 4.0, "code": 2.0}  # few of the shipped ones are to word problems
     config.evaluation.prompts = 0
     config.evaluation.blocks_every = 0
     config.optimizer.lr = 3e-3

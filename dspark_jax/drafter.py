@@ -34,7 +34,7 @@ class DrafterConfig:
     than ``vocab_size`` means that only some target ids can be drafted. ``execution`` and ``candidates`` are what the
     checkpoint asks to be run with; a caller may choose otherwise. ``input_embedding_scale`` multiplies the embeddings
     that go into the slots. The confidence head sees h_t, ``confidence_with_predecessor`` the predecessor's row A[x_{t-1}], and
-    ``confidence_with_law`` how sure the law is that draft t comes from (`confidence.law_statistics`), at temperature 1 and over
+    ``confidence_with_law`` what the law that draft t comes from is like (`confidence.law_statistics`), at temperature 1 and over
     the tokens that ``execution`` lets it be. ``confidence_temperatures``: what calibration divides each position's confidence logit by; empty
     for a head that was not calibrated.
     """

@@ -143,8 +143,8 @@ def linear(x, weight, dtype=None):
 def _sixteen_bit_product(x, weight):
     """x W^T in float32, of 16-bit x [..., in] and W [out, in], whose gradients multiply 16-bit numbers too.
 
-    A CPU has fast products of 16-bit numbers only where the result is float32 (2 to 3 times those of float32; with a
-    16-bit result they are slower than float32), and only for two rows or more. What differentiation would do by itself
+    A CPU has fast products of 16-bit numbers only where the result is float32 (about twice as fast as those of float32; with
+    a 16-bit result they are slower), and only for two rows or more. What differentiation would do by itself
     is to multiply the float32 gradient.
     """
     product = lambda x, weight: _product(x, weight, (x.ndim - 1,), (1,))

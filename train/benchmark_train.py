@@ -51,8 +51,8 @@ def run(target, drafter, *, drafts, anchors, repeats, budget, dtype="float32", t
     frozen = {name: table.astype(dtype) for name, table in tables.items()} | {
         "target_to_draft": jnp.arange(vocab), "draft_to_target": None, "target_head": None}
     batch, key = _batch(model, anchors), jax.random.key(3)
-    result = {"dtype": dtype, "drafts": drafts, "anchors": anchors, "sequence_length": batch["tokens"].shape[1], "vocabulary": vocab,
-              "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
+    result = {"dtype": dtype, "drafts": drafts, "anchors": anchors, "sequence_length": batch["tokens"].shape[1],
+              "vocabulary": vocab, "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
     stored = traverse_util.flatten_dict(jax.device_get(params), sep="/")  # the step will donate its own
 
     weights = objective.loss_weights(recipe.loss)
