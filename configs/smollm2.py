@@ -66,7 +66,8 @@ def get_config():
     config.drafter.candidates = 16
     config.drafter.confidence = True
     config.drafter.confidence_with_law = False  # its head also sees what the law of the draft is like; native layout only
-    config.drafter.trained = ("backbone", "transition", "confidence")  # which parts of it
+    config.drafter.copy_length = 0  # longest agreement with earlier text that the copy term counts; 0: no such term
+    config.drafter.trained = ("backbone", "transition", "copying", "confidence")  # which parts of it
 
     config.batch = config_dict.ConfigDict()
     config.batch.sequences = 8

@@ -75,7 +75,8 @@ class State:
     ``tokens`` int32 [B, L+T] with ``produced`` int32 [B] of them committed; ``done`` and ``finite`` bool [B]; of round r <
     ``rounds`` int32 []: ``accepted`` and ``proposed`` int32 [L, B], -1 where the row was done, and the raw ``confidence``
     logits float32 [L, B, T]; all three None where nothing is drafted, the last without a confidence head. ``earlier``
-    float32 [2, B, T]: the confidences of the last two rounds, the older one first; 1 before there were any.
+    float32 [2, B, T]: the confidences of the last two rounds, the older one first; 1 before there were any. ``text`` int32
+    [B, S]: prompt and answer up to the anchor at ``starts``, and anything behind; None where the drafter copies nothing.
     """
 
     anchors: jax.Array
@@ -92,6 +93,7 @@ class State:
     proposed: jax.Array | None
     confidence: jax.Array | None
     earlier: jax.Array | None
+    text: jax.Array | None
 
 
 def _split(keys, parts):
@@ -132,6 +134,11 @@ def extend_context(options, weights, features, starts, cache):
         return tuple(tuple(kv.write(old, new, starts) for old, new in zip(olds, news)) for olds, news in zip(cache, pairs))
 
 
+def _put(rows, new, at):
+    """rows [B, L] with new [B, Q] from at[b] on."""
+    return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(rows, new, at)
+
+
 def _commit(state, request, active, new, count):
     """Append new[b, :count[b]] (int [B, Q]) to the rows that are ``active``, up to a stop token or the limit.
 
@@ -141,7 +148,7 @@ def _commit(state, request, active, new, count):
     stopped = jnp.any(stop, axis=-1)
     count = jnp.where(stopped, jnp.argmax(stop, axis=-1) + 1, count)
     # The whole of ``new`` is written: what lies behind ``count`` is overwritten by the next round, or never read.
-    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(state.tokens, new, state.produced)
+    put = _put(state.tokens, new, state.produced)
     produced = jnp.minimum(state.produced + count, request.limit)
     return {"tokens": jnp.where(active[:, None], put, state.tokens),
             "produced": jnp.where(active, produced, state.produced),
@@ -167,9 +174,13 @@ def prefill(options, target, weights, prompts, lengths, keys, request, target_ca
     record = jnp.full((length, B), -1, jnp.int32) if T else None
     sure = jnp.zeros((length, B, T), jnp.float32) if T and options.drafter.confidence else None
     nothing = jnp.zeros(B, jnp.int32)
+    text = None
+    if T and options.drafter.copy_length:
+        text = jnp.pad(prompts, ((0, 0), (0, target_cache[0][0].shape[2] - P)))
+        text = _put(text, anchors[:, None], lengths)
     state = State(anchors, lengths, target_cache, draft_cache, keys, jnp.zeros((B, length + T), jnp.int32), nothing,
                   jnp.zeros(B, bool), _finite(logits), jnp.int32(0), record, record, sure,
-                  jnp.ones((2, B, T), jnp.float32) if options.schedule == "lagged" else None)
+                  jnp.ones((2, B, T), jnp.float32) if options.schedule == "lagged" else None, text)
     first, _ = _commit(state, request, ~state.done, anchors[:, None], jnp.ones(B, jnp.int32))
     return dataclasses.replace(state, **first)
 
@@ -209,7 +220,7 @@ def draft_round(options, target, weights, state, request, propose=propose):
     T = options.block_length
     proposal = propose(options.drafter, weights["params"], weights["embedding"], weights["head_rows"],
                        weights["draft_to_target"], state.draft_cache, state.anchors, state.starts, draft_keys,
-                       request.temperature, options.execution, options.candidates, weights["successors"], options.choose)
+                       request.temperature, options.execution, options.candidates, weights["successors"], options.choose, state.text)
     sure = None if proposal.confidence is None else confidence_probabilities(options.drafter, proposal.confidence)
     proposed = _lengths(options, sure, state.earlier, request, active)
     block = jnp.concatenate([state.anchors[:, None], proposal.tokens], axis=1)
@@ -235,7 +246,8 @@ def draft_round(options, target, weights, state, request, propose=propose):
         accepted=record(state.accepted, jnp.where(ended, count, accepted)),
         proposed=record(state.proposed, jnp.where(ended, count, proposed)),
         confidence=None if sure is None else state.confidence.at[state.rounds].set(proposal.confidence),
-        earlier=None if state.earlier is None else jnp.stack([state.earlier[1], sure]))
+        earlier=None if state.earlier is None else jnp.stack([state.earlier[1], sure]),
+        text=None if state.text is None else _put(state.text, new, state.starts + 1))
 
 
 def _lengths(options, sure, earlier, request, active):

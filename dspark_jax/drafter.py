@@ -5,13 +5,14 @@ D model width, R transition rank, M candidates per position.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from dspark_jax import anchors as anchors_lib
-from dspark_jax import layers
+from dspark_jax import copying, layers
 from dspark_jax import packing
 from dspark_jax import transitions
 from dspark_jax.backbone import Backbone, BackboneConfig
@@ -36,7 +37,8 @@ class DrafterConfig:
     that go into the slots. The confidence head sees h_t, ``confidence_with_predecessor`` the predecessor's row A[x_{t-1}], and
     ``confidence_with_law`` what the law that draft t comes from is like (`confidence.law_statistics`), at temperature 1 and over
     the tokens that ``execution`` lets it be. ``confidence_temperatures``: what calibration divides each position's confidence logit by; empty
-    for a head that was not calibrated.
+    for a head that was not calibrated. ``copy_length`` is N, the longest agreement with earlier text that the copy term tells
+    apart (`dspark_jax.copying`); 0 for a drafter without that term.
     """
 
     backbone: BackboneConfig
@@ -57,6 +59,7 @@ class DrafterConfig:
     final_logit_softcapping: float = 0.0
     input_embedding_scale: float = 1.0
     confidence_temperatures: tuple[float, ...] = ()
+    copy_length: int = 0
 
     def __post_init__(self):
         transitions.get_transition(self.transition)
@@ -67,6 +70,8 @@ class DrafterConfig:
                 raise ValueError(f"{field}: {getattr(self, field)}; must be at least 1")
         if self.block_length > 1024:
             raise ValueError(f"block_length: {self.block_length}; at most 1024")
+        if not 0 <= self.copy_length <= 64:  # compared one by one
+            raise ValueError(f"copy_length: {self.copy_length}; must lie in [0, 64], 0 for none")
         if self.rank < 1 and self.transition != "none":
             raise ValueError(f"rank: {self.rank}; must be at least 1 for the transition {self.transition!r}")
         if self.draft_vocab_size > self.vocab_size:
@@ -139,8 +144,19 @@ class ConfidenceParameters(nn.Module):
             self.param("law", nn.initializers.zeros, (3,))
 
 
+class CopyParameters(nn.Module):
+    config: DrafterConfig
+
+    @nn.compact
+    def __call__(self):
+        c = self.config
+        self.param("weight", nn.initializers.zeros, (c.copy_length,))
+        self.param("kernel", nn.initializers.zeros, (c.backbone.hidden_size,))
+
+
 class DrafterModule(nn.Module):
-    """Parameters: {"backbone": ..., "transition": ..., "confidence": {"kernel" [D (+ R)], "bias" [] and perhaps "law" [3]}}."""
+    """Parameters: {"backbone": ..., "transition": ..., "copying": {"weight" [N], "kernel" [D]}, "confidence": {"kernel" [D (+ R)],
+    "bias" [] and perhaps "law" [3]}}, the last two where the drafter has them."""
 
     config: DrafterConfig
 
@@ -148,6 +164,8 @@ class DrafterModule(nn.Module):
         c = self.config
         self.backbone = Backbone(c.backbone)
         self.transition = TransitionParameters(c)
+        if c.copy_length:
+            self.copying = CopyParameters(c)
         if c.confidence:
             self.confidence = ConfidenceParameters(c)
 
@@ -166,6 +184,8 @@ class DrafterModule(nn.Module):
         self.block(jnp.zeros((1, 1, c.slots, width)), jnp.zeros((1, 1, c.slots), jnp.int32), context,
                    jnp.ones((1, 1, 1), bool))
         self.transition()
+        if c.copy_length:
+            self.copying()
         if c.confidence:
             self.confidence()
 
@@ -263,43 +283,60 @@ def block_hidden(config, params, embedding, context, anchors, starts):
 
 
 def propose(config, params, embedding, head_rows, draft_to_target, context, anchors, starts, keys, temperature,
-            execution, candidates, successors=None, choose=top_candidates):
+            execution, candidates, successors=None, choose=top_candidates, text=None):
     """Draft T tokens behind each anchor.
 
     embedding [V, D], head_rows [Vd, D], draft_to_target int [Vd] or None, context: cache of key/value pairs
     [B, K, S, C] whose positions before ``starts`` are filled; anchors int [B], at positions ``starts`` int [B]; keys [B];
     temperature scalar or [B]. Lattice execution takes the ``candidates`` best tokens of each position, found by
     ``choose`` (`dspark_jax.candidates`) in logits [B, T, Vd], and adds those of successors int [V, K] or None.
+    text int [B, S']: the tokens up to ``starts``, where the copy term looks; a drafter that has one needs it, and raises
+    ValueError without.
     """
+    if config.copy_length and text is None:
+        raise ValueError(f"text: None; allowed: the tokens so far, for a drafter of copy_length {config.copy_length}")
     temperature = jnp.broadcast_to(temperature, anchors.shape)
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
     hidden = block_hidden(config, params, embedding, context, anchors, starts)
     with jax.named_scope("draft_head"):
         logits = base_logits(config, head_rows, hidden)
+    copied = None
+    if config.copy_length:
+        with jax.named_scope("copy"):
+            find = functools.partial(copying.find, N=config.copy_length, T=config.block_length)
+            after, n = jax.vmap(find)(text, starts)
+            copied = copying.copied(
+                params["copying"], hidden, anchors, after, copying.draft_ids(after, draft_to_target), n)
     if execution == "lattice":
         with jax.named_scope("candidates"):
             best, unary = choose(logits, candidates)
+            if copied is not None:
+                best, unary = copying.admit(best, unary, logits, copied)
         with jax.named_scope("lattice"):
-            block = best, unary, hidden, anchors, keys, temperature
+            block = copied, best, unary, hidden, anchors, keys, temperature
             if successors is None:
-                draft = lambda *block: draft_among(transition, table, *block, draft_to_target)
+                draft = lambda copied, *block: draft_among(transition, table, *block, draft_to_target, copied)
             else:
                 block = *block, logits
-                draft = lambda *block: union_among(transition, table, *block, successors, draft_to_target)
+                draft = lambda copied, *block: union_among(transition, table, *block, successors, draft_to_target, copied)
             tokens, ids, probabilities = jax.vmap(draft)(*block)
         q, scores = SparseDraft(ids, probabilities), None
     else:
         with jax.named_scope("sequential"):
             tokens, q, scores = jax.vmap(
-                lambda u, h, a, k, t: sequential_draft(transition, table, u, h, a, k, t, draft_to_target)
-            )(logits, hidden, anchors, keys, temperature)
+                lambda u, h, a, k, t, c: sequential_draft(transition, table, u, h, a, k, t, draft_to_target, c)
+            )(logits, hidden, anchors, keys, temperature, copied)
         if draft_to_target is not None:
             q = SparseDraft(jnp.broadcast_to(draft_to_target, q.shape), q)
     predecessors, log_normalizer = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1), None
     if execution == "lattice" and config.confidence_with_law:  # those along the path, of the base logits' candidates
         phi = transitions.teacher_forced_phi(transition, table, predecessors, hidden)
         scores = unary + transitions.bias_at(table, phi, best)
-        log_normalizer = jax.nn.logsumexp(logits + transitions.bias(table, phi), axis=-1)
+        corrected = logits + transitions.bias(table, phi)
+        if copied is not None:
+            scores += copying.term(copied, predecessors, best)
+            corrected += copying.term(copied, predecessors, jnp.arange(corrected.shape[-1]))
+        log_normalizer = jax.nn.logsumexp(corrected, axis=-1)
     law = q.probabilities if isinstance(q, SparseDraft) else q
     finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) & jnp.all(jnp.isfinite(law), axis=(1, 2))
     return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors, scores, log_normalizer), finite)

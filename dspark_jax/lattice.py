@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from dspark_jax import copying
 from dspark_jax.candidates import Choice, top_candidates
 from dspark_jax.sampling import draw, probabilities
 from dspark_jax.transitions import Params, Transition, embed, successor_rows, target_ids
@@ -47,6 +48,7 @@ def pair_scores(
     hidden: jax.Array,
     anchor: jax.Array,
     draft_to_target: jax.Array | None = None,
+    copied: copying.Copied | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`edge_score` from the anchor to each first candidate, and between all neighbouring candidates.
 
@@ -56,6 +58,7 @@ def pair_scores(
       hidden: [T, D].
       anchor: int [], target-vocabulary id.
       draft_to_target: int32 [Vd] or None (the same ids).
+      copied: of [T], whose term is added; None: no term.
 
     Returns: first [M], scores from the anchor; pairs [T-1, M, M], pairs[t-1, i, j] from candidate i at t-1 to j at t.
     Raises ValueError for a transition that is not first order.
@@ -65,9 +68,15 @@ def pair_scores(
     from_one = jax.vmap(edge, in_axes=(None, None, 0, 0))  # [M]: over the candidates b
     from_all = jax.vmap(from_one, in_axes=(0, None, None, None))  # [M, M]: over the candidates a before them
 
-    A, B = embed(params, target_ids(candidates, draft_to_target)), successor_rows(params, candidates)
+    tokens = target_ids(candidates, draft_to_target)
+    A, B = embed(params, tokens), successor_rows(params, candidates)
     first = from_one(embed(params, anchor), hidden[0], B[0], unary[0])
     pairs = jax.vmap(from_all)(A[:-1], hidden[1:], B[1:], unary[1:])
+    if copied is not None:
+        behind_all = jax.vmap(copying.term, in_axes=(None, 0, None))  # [M, M], as `from_all`
+        begin, rest = jax.tree.map(lambda x: x[0], copied), jax.tree.map(lambda x: x[1:], copied)
+        first += copying.term(begin, anchor, candidates[0])
+        pairs += jax.vmap(behind_all)(rest, tokens[:-1], candidates[1:])
     return first, pairs
 
 
@@ -107,9 +116,10 @@ def draft_among(
     key: jax.Array,
     temperature: jax.Array | float,
     draft_to_target: jax.Array | None = None,
+    copied: copying.Copied | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`lattice_draft` from candidates that are chosen already: int [T, M], draft-vocabulary ids, base logits [T, M]."""
-    first, pairs = pair_scores(transition, params, unary, candidates, hidden, anchor, draft_to_target)
+    first, pairs = pair_scores(transition, params, unary, candidates, hidden, anchor, draft_to_target, copied)
     slots, q = walk(first, pairs, key, temperature)
     candidates = target_ids(candidates, draft_to_target)
     return jnp.take_along_axis(candidates, slots[:, None], axis=-1)[:, 0], candidates, q
@@ -126,8 +136,9 @@ def lattice_draft(
     M: int,
     draft_to_target: jax.Array | None = None,
     choose: Choice = top_candidates,
+    copied: copying.Copied | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Drafts a block from the M best tokens of the base logits at each position.
+    """Drafts a block from the M best tokens of the base logits at each position, and those that are ``copied``.
 
     Arguments as in `sequential_draft`, with M the number of candidates and `choose` what finds them
     (`dspark_jax.candidates`).
@@ -135,4 +146,7 @@ def lattice_draft(
     Returns: tokens int32 [T] (target ids), candidates int32 [T, M] (target ids), q float32 [T, M] (over the candidates).
     Raises ValueError for M > Vd, and for a transition that is not first order.
     """
-    return draft_among(transition, params, *choose(logits, M), hidden, anchor, key, temperature, draft_to_target)
+    candidates, unary = choose(logits, M)
+    if copied is not None:
+        candidates, unary = copying.admit(candidates, unary, logits, copied)
+    return draft_among(transition, params, candidates, unary, hidden, anchor, key, temperature, draft_to_target, copied)

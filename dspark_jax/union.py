@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from dspark_jax import copying
 from dspark_jax.candidates import top_candidates
 from dspark_jax.lattice import check_first_order, edge_score
 from dspark_jax.sampling import draw, probabilities
@@ -44,6 +45,7 @@ def union_among(
     logits: jax.Array,
     successors: jax.Array,
     draft_to_target: jax.Array | None = None,
+    copied: copying.Copied | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x_t ~ q_t = softmax(S_t(x_{t-1}, .) / temperature) over the M best of U_t and the K successors of x_{t-1}.
 
@@ -57,17 +59,20 @@ def union_among(
     check_first_order(transition)
 
     def step(previous, inputs):
-        t, h, base, unary, key = inputs
+        t, h, base, unary, key, copy = inputs
         extra = successors[previous]
         repeated = jnp.any(extra[:, None] == base, axis=-1)
         either = jnp.concatenate([base, extra])
         unary = jnp.concatenate([unary, jnp.where(repeated, -jnp.inf, logits[t, extra])])
         edges = jax.vmap(functools.partial(edge_score, transition, params), in_axes=(None, None, 0, 0))
-        q = probabilities(edges(embed(params, previous), h, successor_rows(params, either), unary), temperature)
+        scores = edges(embed(params, previous), h, successor_rows(params, either), unary)
+        if copy is not None:
+            scores += copying.term(copy, previous, either)
+        q = probabilities(scores, temperature)
         either = target_ids(either, draft_to_target)
         token = either[draw(key, q)]
         return token, (token, either, q)
 
     T = logits.shape[0]
-    steps = jnp.arange(T), hidden, candidates, unary, jax.random.split(key, T)
+    steps = jnp.arange(T), hidden, candidates, unary, jax.random.split(key, T), copied
     return jax.lax.scan(step, jnp.asarray(anchor, jnp.int32), steps)[1]

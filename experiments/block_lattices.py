@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax import copying
 from dspark_jax.candidates import top_candidates
 from dspark_jax.lattice import pair_scores, walk
 from dspark_jax.transitions import get_transition, target_ids
@@ -22,14 +23,18 @@ class Lattices:
         base, hidden = known_text.heads(config, drafter.params, drafter.embedding, drafter.head_rows,
                                         rows[:, :-target.config.hidden_size], tokens, len(prompt) + anchors)
 
-        def one(base, hidden, anchor):
+        copied = known_text.copied(config, drafter.params, drafter.draft_to_target, hidden, tokens, len(prompt) + anchors)
+
+        def one(base, hidden, anchor, copied):
             ids, unary = top_candidates(base, M)
+            if copied is not None:
+                ids, unary = copying.admit(ids, unary, base, copied)
             first, pairs = pair_scores(get_transition(config.transition), drafter.params.get("transition", {}), unary, ids,
-                                       hidden, anchor, drafter.draft_to_target)
+                                       hidden, anchor, drafter.draft_to_target, copied)
             slots, _ = walk(first, pairs, jax.random.key(0), 0.0)
             return target_ids(ids, drafter.draft_to_target), first, pairs, slots
 
-        found = jax.jit(jax.vmap(one))(base, hidden, jnp.asarray(answer[np.asarray(anchors)]))
+        found = jax.jit(jax.vmap(one))(base, hidden, jnp.asarray(answer[np.asarray(anchors)]), copied)
         self.ids, self.first, self.pairs, self.slots = map(np.asarray, found)
 
     def drafted(self, at):

@@ -16,7 +16,7 @@ import numpy as np
 
 from dspark_jax import anchors as anchors_lib
 from dspark_jax import drafter as drafter_lib
-from dspark_jax import transitions
+from dspark_jax import copying, transitions
 from dspark_jax.candidates import top_candidates
 from dspark_jax.lattice import lattice_draft
 from dspark_jax.sequential import sequential_draft
@@ -42,24 +42,39 @@ def heads(config, params, embedding, head_rows, features, tokens, anchors):
     return drafter_lib.base_logits(config, head_rows, hidden), hidden
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def copied(config, params, draft_to_target, hidden, tokens, anchors):
+    """The copy term [N, T] of blocks at ``anchors``, arguments as in `heads`; None for a drafter without it."""
+    if not config.copy_length:
+        return None
+    find = functools.partial(copying.find, N=config.copy_length, T=config.block_length)
+    after, n = jax.vmap(find, in_axes=(None, 0))(tokens, anchors)
+    return copying.copied(params["copying"], hidden, tokens[anchors], after, copying.draft_ids(after, draft_to_target), n)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "way"))
-def paths(config, way, params, draft_to_target, base, hidden, first, successors=None):
+def paths(config, way, params, draft_to_target, base, hidden, first, successors=None, copied=None):
     """The tokens int [N, T] (target ids) that are drafted greedily behind the anchor tokens ``first`` int [N].
 
-    successors int [V, K]: of `union.successor_table`, where ``way`` has some."""
+    successors int [V, K]: of `union.successor_table`, where ``way`` has some. copied: what the function of that name gives.
+    Raises ValueError where that is missing."""
+    if config.copy_length and copied is None:
+        raise ValueError(f"copied: None; allowed: the term of the blocks, for a drafter of copy_length {config.copy_length}")
     transition, table = transitions.get_transition(config.transition), params.get("transition", {})
 
-    def one(base, hidden, anchor):
+    def one(base, hidden, anchor, copied):
         block = base, hidden, anchor, jax.random.key(0), 0.0, draft_to_target
         if not way.candidates:
-            return sequential_draft(transition, table, *block)[0]
+            return sequential_draft(transition, table, *block, copied)[0]
         if not way.successors:
-            return lattice_draft(transition, table, *block[:-1], way.candidates, draft_to_target)[0]
+            return lattice_draft(transition, table, *block[:-1], way.candidates, draft_to_target, copied=copied)[0]
         ids, unary = top_candidates(base, way.candidates)
+        if copied is not None:
+            ids, unary = copying.admit(ids, unary, base, copied)
         return union_among(transition, table, ids, unary, hidden, anchor, jax.random.key(0), 0.0, base, successors,
-                           draft_to_target)[0]
+                           draft_to_target, copied)[0]
 
-    return jax.vmap(one)(base, hidden, first)
+    return jax.vmap(one)(base, hidden, first, copied)
 
 
 @jax.jit

@@ -345,6 +345,25 @@ def test_convert_leaves_out_a_head_that_sees_the_law(tmp_path):
         assert ds.generate(target, again, [[3, 4, 5]], **options) == ds.generate(target, drafter, [[3, 4, 5]], **options)
 
 
+def test_convert_leaves_out_the_copy_term(tmp_path):
+    drafter, target = public.drafter(VANILLA), public.target(VANILLA)
+    width = drafter.config.backbone.hidden_size
+    copying = dataclasses.replace(
+        drafter, config=dataclasses.replace(drafter.config, copy_length=2),
+        params=drafter.params | {"copying": {"weight": jnp.array([1.0, 3.0]), "kernel": jnp.ones(width)}})
+    ds.save_drafter(copying, tmp_path / "native", dtype="float32")
+    for layout in ("native", "speculators"):
+        done = program("convert", f"--from={tmp_path / 'native'}", f"--to={tmp_path / layout}2", f"--layout={layout}",
+                       f"--target={GOLDENS / 'dspark/target'}", "--dtype=float32")
+        assert done.returncode == 0, done.stderr
+        assert ("no place for it: the copy term" in done.stdout) == (layout != "native"), done.stdout
+        expected = copying if layout == "native" else drafter
+        again = ds.load_drafter(tmp_path / f"{layout}2", target)
+        assert jax.tree.all(jax.tree.map(np.array_equal, again.params, expected.params))
+    said = program("inspect", tmp_path / "native2")
+    assert "agreement of up to 2 tokens" in said.stdout, said.stdout
+
+
 def test_convert_says_what_is_lost(tmp_path):
     drafter = public.drafter(VANILLA)
     config = dataclasses.replace(drafter.config, confidence_temperatures=(1.5,) * drafter.config.block_length)
@@ -426,8 +445,9 @@ def as_selector(shipped, target):
 
 @pytest.fixture(scope="module")
 def shipped(smollm2):
-    """Without what its confidence head has that other layouts have no place for: temperatures, and sight of the law."""
-    drafter = ds.load_drafter(measure.SHIPPED_DRAFTER, smollm2)
+    """Without what other layouts have no place for: the copy term, and of the confidence head the temperatures and the sight of
+    the law."""
+    drafter = conversions.without_copying(ds.load_drafter(measure.SHIPPED_DRAFTER, smollm2))
     config = dataclasses.replace(drafter.config, confidence_temperatures=(), confidence_with_law=False)
     head = {name: array for name, array in drafter.params["confidence"].items() if name != "law"}
     return dataclasses.replace(drafter, config=config, params=drafter.params | {"confidence": head})

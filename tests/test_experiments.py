@@ -12,6 +12,7 @@ import dspark_jax as ds
 import pairs
 import program
 from dspark_jax import union
+from dspark_jax.checkpoints import conversions
 from dspark_jax.data.documents import Documents
 from experiments import block_lattices, cells, known_text, results, sampled_text, six, texts
 from experiments.known_text import Way
@@ -59,14 +60,32 @@ def test_rounds_of_a_known_text_are_those_of_decoding(target, text, transition, 
     assert known_text.rounds(right, LENGTH) == (result.accepted[0], result.proposed[0])
 
 
+@pytest.mark.parametrize("way, options", [
+    (Way(), {"execution": "sequential"}), (Way(3), {"execution": "lattice", "candidates": 3})])
+def test_so_are_those_of_a_drafter_that_copies(target, text, way, options):
+    prompt, answer, rows = text
+    drafter = drafter_of(target, "joint", draft_ids=np.arange(2, 22), copy_length=2)
+    result = ds.generate(target, drafter, [prompt], max_new_tokens=LENGTH, stop_tokens=(), **options)
+    drafted, anchors = draft(drafter, way, text)
+    right = drafted == known_text.labels_of(answer, anchors, 4)
+    assert known_text.rounds(right, LENGTH) == (result.accepted[0], result.proposed[0])
+    without, _ = draft(conversions.without_copying(drafter), way, text)
+    assert (without != drafted).sum() > 5
+    with pytest.raises(ValueError, match="copied: None; allowed"):
+        known_text.paths(drafter.config, way, drafter.params, drafter.draft_to_target, jnp.zeros((1, 4, 20)),
+                         jnp.zeros((1, 4, 32)), jnp.zeros(1, jnp.int32))
+
+
 def draft(drafter, way, text, successors=None):
     prompt, answer, rows = text
     anchors = np.arange(LENGTH - 1)
     base, hidden = known_text.heads(
         drafter.config, drafter.params, drafter.embedding, drafter.head_rows, jnp.asarray(rows),
         jnp.array([*prompt, *answer]), jnp.asarray(len(prompt) + anchors))
+    copied = known_text.copied(drafter.config, drafter.params, drafter.draft_to_target, hidden, jnp.array([*prompt, *answer]),
+                               jnp.asarray(len(prompt) + anchors))
     return np.asarray(known_text.paths(drafter.config, way, drafter.params, drafter.draft_to_target, base, hidden,
-                                       jnp.asarray(answer[anchors]), successors)), anchors
+                                       jnp.asarray(answer[anchors]), successors, copied)), anchors
 
 
 def test_a_union_of_everything_is_sequential(target, text):

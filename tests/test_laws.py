@@ -18,9 +18,11 @@ from dspark_jax.drafter import with_successors
 from dspark_jax.scheduling import Schedule
 from dspark_jax.verification import SparseDraft
 
-V, T, PROMPT, SAMPLES = 10, 3, [3], 200_000
+V, T, PROMPT, SAMPLES = 10, 3, (3,), 200_000
+REPEATED = (7, 2, 9, 4, 0, 5, 8, 1, 6, 3)  # whatever comes next has been said before
 EXECUTIONS = {"sparse": dict(execution="lattice", candidates=6), "dense": dict(execution="sequential"),
-              "union": dict(execution="lattice", candidates=3)}
+              "union": dict(execution="lattice", candidates=3), "copying": dict(execution="lattice", candidates=4),
+              "dense copying": dict(execution="sequential")}
 RULES = ("token", "block")
 
 
@@ -32,10 +34,11 @@ def target():
 
 
 @functools.cache
-def drafter(confidence=False):
-    """Knows the bigrams, and a little noise: its drafts are now good, now bad. Its confidences are arbitrary."""
+def drafter(confidence=False, copy_length=0):
+    """Knows the bigrams, and a little noise: its drafts are now good, now bad. Its confidences are arbitrary, and so are the
+    tokens that it copies."""
     made = pairs.random_drafter(target(), transition="vanilla", rank=8, output_multiplier=0.6, block_length=T, heads=1,
-                                kv_heads=1, target_layer_ids=(-1, 0), confidence=confidence)
+                                kv_heads=1, target_layer_ids=(-1, 0), confidence=confidence, copy_length=copy_length)
     e = np.asarray(target().embedding())
     made.params["transition"] = {
         "predecessor": jnp.asarray(e / np.sqrt(np.mean(e**2, axis=-1, keepdims=True))), "successor": made.head_rows}
@@ -43,10 +46,10 @@ def drafter(confidence=False):
 
 
 @functools.cache
-def continuations():
+def continuations(prompt=PROMPT):
     """Target logits after the prompt, after each first token and after each two: [V], [V, V], [V, V, V], float64."""
-    texts = [PROMPT + [a, b] for a in range(V) for b in range(V)]
-    logits = np.asarray(target().logits(np.array(texts)), np.float64).reshape(V, V, 3, V)
+    texts = [[*prompt, a, b] for a in range(V) for b in range(V)]
+    logits = np.asarray(target().logits(np.array(texts)), np.float64)[:, len(prompt) - 1:].reshape(V, V, 3, V)
     return logits[0, 0, 0], logits[:, 0, 1], logits[:, :, 2]
 
 
@@ -66,20 +69,21 @@ def law(logits, temperature, top_p):
     return out
 
 
-def exact_law(temperature, top_p):
+def exact_law(temperature, top_p, prompt=PROMPT):
     """Joint law of the first three tokens, [V, V, V]."""
-    first, second, third = (law(logits, temperature, top_p) for logits in continuations())
+    first, second, third = (law(logits, temperature, top_p) for logits in continuations(prompt))
     return first[:, None, None] * second[:, :, None] * third
 
 
 @functools.cache
-def sample(q, rule, temperature, top_p, samples=SAMPLES, schedule=None):
+def sample(q, rule, temperature, top_p, samples=SAMPLES, schedule=None, prompt=PROMPT):
     """Counts [V, V, V] of the first three tokens, and the accepted length."""
-    draft = with_successors(drafter(), 4) if q == "union" else drafter(schedule is not None)
+    draft = drafter(schedule is not None, 2 if "copying" in q else 0)
+    draft = with_successors(draft, 4) if q == "union" else draft
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "PROMPT_BUCKET", 1)  # as little padding as possible: the batch is large
         patch.setattr(generation, "CACHE_BUCKET", 1)
-        result = ds.generate(target(), draft, [PROMPT] * samples, max_new_tokens=3, temperature=temperature,
+        result = ds.generate(target(), draft, [prompt] * samples, max_new_tokens=3, temperature=temperature,
                              top_p=top_p, stop_tokens=[], verification=rule, schedule=schedule, **EXECUTIONS[q])
     if schedule is not None:
         assert len(set(map(tuple, result.proposed))) > (schedule.mode != "static")  # rows were treated differently
@@ -111,6 +115,15 @@ def test_law(q, rule, temperature, top_p):
     assert np.sum(expected * SAMPLES >= 10) >= 20  # cells enough to see something
     assert 1.2 < length < T + 0.7  # of at most T + 1: accepted and rejected, both often
     assert chi_square(counts, expected) > 0.001
+
+
+@pytest.mark.parametrize("q, rule", [("copying", "token"), ("dense copying", "block")])
+def test_law_of_a_drafter_that_copies(q, rule):
+    """Most first drafts are copied, which is often wrong: the target does not repeat itself."""
+    counts, length = sample(q, rule, 1.0, 1.0, prompt=REPEATED)
+    _, without = sample(q.replace("dense copying", "dense").replace("copying", "sparse"), rule, 1.0, 1.0, prompt=REPEATED)
+    assert abs(length - without) > 0.02  # it matters
+    assert chi_square(counts, exact_law(1.0, 1.0, REPEATED)) > 0.001
 
 
 @pytest.mark.parametrize("q, rule", [("sparse", "token"), ("dense", "block")])

@@ -63,7 +63,8 @@ def same(a, b, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("transition, fields", [
-    ("context", {}), ("none", {}), ("vanilla", {"confidence_with_law": True, "execution": "lattice", "candidates": 3})])
+    ("context", {}), ("none", {}), ("vanilla", {"confidence_with_law": True, "execution": "lattice", "candidates": 3}),
+    ("vanilla", {"confidence_with_law": True, "execution": "lattice", "candidates": 3, "copy_length": 3})])
 def test_chunks_equal_the_whole(transition, fields):
     """Loss, terms and gradients of every parameter, with all terms at once; 7 anchors in chunks of 3 leave 2 over."""
     drafter, frozen, batch = setting(transition, **fields)

@@ -80,7 +80,8 @@ def judge(options, params, hidden, tokens, q, rows):
 def full_round(options, params, drafter, rows, cache, context):
     """-> ((accepted, next token), target cache, drafter cache)."""
     proposal = propose(options.drafter, drafter["params"], drafter["embedding"], drafter["head_rows"],
-                       drafter["draft_to_target"], context, *rows, options.execution, options.candidates)
+                       drafter["draft_to_target"], context, *rows, options.execution, options.candidates,
+                       text=jnp.zeros((len(rows.anchors), context[0][0].shape[2]), jnp.int32))
     block = jnp.concatenate([rows.anchors[:, None], proposal.tokens], axis=1)
     hidden, features, cache = process(options, params, block, rows.starts, cache)
     verdict = judge(options, params, hidden, proposal.tokens, proposal.q, rows)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax import anchors as anchors_lib
-from dspark_jax import candidates, chunks, losses, sharding, transitions
+from dspark_jax import candidates, chunks, copying, losses, sharding, transitions
 from dspark_jax.lattice import lattice_draft
 from dspark_jax.loss_weights import LossWeights
 from dspark_jax.path_metrics import path_terms
@@ -46,13 +46,15 @@ def chunk_metrics(config, shared, rows, fixed, fixed_rows, mesh):
     """(0, terms) of some anchors, for `sum_in_chunks`. ``fixed`` also has "transition" and "draft_to_target",
     ``fixed_rows`` the "anchors" tokens."""
     base, logits, target_logits, log_normalizer = objective.laws(config, shared, rows, fixed, fixed_rows)
-    labels, mask = fixed_rows["labels"], fixed_rows["mask"]
+    labels, mask, copied = fixed_rows["labels"], fixed_rows["mask"], objective.copied_of(rows, fixed_rows)
     choose = candidates.over_mesh(mesh, "tensor", sharding.BATCH)
     confidence, accept = objective.confidence_and_accept_rate(
-        config, shared, rows, objective.drafted_among(config, base, choose), logits, target_logits, log_normalizer)
+        config, shared, rows, objective.drafted_among(config, base, choose, copied), logits, target_logits, log_normalizer)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, confidence, log_normalizer=log_normalizer,
                                  reached=fixed_rows["reached"], accept=accept)
-    ids, _ = choose(base, config.usable_candidates)
+    ids, best = choose(base, config.usable_candidates)
+    if copied is not None:
+        ids, _ = copying.admit(ids, best, base, copied)
     if log_normalizer is None:
         log_normalizer = jax.nn.logsumexp(target_logits, axis=-1)
     at = functools.partial(candidates.scores_at, mesh, "tensor", sharding.BATCH)
@@ -64,15 +66,15 @@ def chunk_metrics(config, shared, rows, fixed, fixed_rows, mesh):
         forced = jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
     draft = functools.partial(_greedy_path, config, candidates.over_mesh(mesh, "tensor"), fixed["transition"],
                               fixed["draft_to_target"])
-    path = jax.vmap(jax.vmap(draft), spmd_axis_name=sharding.BATCH)(base, rows["hidden"], fixed_rows["anchors"])
+    path = jax.vmap(jax.vmap(draft), spmd_axis_name=sharding.BATCH)(base, rows["hidden"], fixed_rows["anchors"], copied)
     label_tokens = labels if fixed["draft_to_target"] is None else fixed["draft_to_target"][labels]
     terms |= path_terms(found, jnp.sum(q, axis=-1), forced == labels, path == label_tokens, mask)
     return jnp.zeros(()), terms
 
 
-def _greedy_path(config, choose, table, draft_to_target, base, hidden, anchor):
+def _greedy_path(config, choose, table, draft_to_target, base, hidden, anchor, copied):
     """The tokens [T] (target ids) that one block drafts at temperature 0."""
     block = transitions.get_transition(config.transition), table, base, hidden, anchor, jax.random.key(0), 0.0
     if config.execution == "lattice":
-        return lattice_draft(*block, config.candidates, draft_to_target, choose)[0]
-    return sequential_draft(*block, draft_to_target)[0]
+        return lattice_draft(*block, config.candidates, draft_to_target, choose, copied)[0]
+    return sequential_draft(*block, draft_to_target, copied)[0]

@@ -190,7 +190,8 @@ def decode_round(config, devices):
         anchors=row(jnp.int32), starts=row(jnp.int32), target_cache=caches(target), draft_cache=caches(model.backbone),
         keys=shaped(mesh, keys.shape, keys.dtype, "data"), tokens=row(jnp.int32, L + T), produced=row(jnp.int32),
         done=row(jnp.bool_), finite=row(jnp.bool_), rounds=jax.ShapeDtypeStruct((), jnp.int32), accepted=record,
-        proposed=record, confidence=sure, earlier=None)
+        proposed=record, confidence=sure, earlier=None,
+        text=row(jnp.int32, S) if model.copy_length else None)
     request = decoding.Request(row(jnp.float32), jax.ShapeDtypeStruct((), jnp.int32),
                                jax.ShapeDtypeStruct((4,), jnp.int32), {})
     options = decoding.Options(

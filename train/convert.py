@@ -42,16 +42,21 @@ def main():
     drafter = conversions.convert(
         drafter, transition=_TRANSITION.value, execution=_EXECUTION.value, candidates=_CANDIDATES.value,
         block_layout=_BLOCK_LAYOUT.value, rank=_RANK.value)
-    c, missing = drafter.config, None
-    if c.confidence_with_law and _LAYOUT.value != "native":
-        drafter, missing = conversions.without_confidence(drafter), "the confidence head, which reads the law of the draft"
-    elif c.confidence_temperatures and _LAYOUT.value != "native":
-        missing = f"confidence_temperatures {list(c.confidence_temperatures)}"
+    c, missing = drafter.config, []
+    if _LAYOUT.value != "native":
+        if c.copy_length:
+            drafter = conversions.without_copying(drafter)
+            missing.append("the copy term")
+        if c.confidence_with_law:
+            drafter = conversions.without_confidence(drafter)
+            missing.append("the confidence head, which reads the law of the draft")
+        elif c.confidence_temperatures:
+            missing.append(f"confidence_temperatures {list(c.confidence_temperatures)}")
     ds.save_drafter(drafter, _TO.value, _LAYOUT.value, _DTYPE.value)
     print(f"{_TO.value}: {_LAYOUT.value}, transition {c.transition}, {c.execution}, {c.block_length} drafts a block "
           f"({c.layout})")
     if missing:
-        print(f"not in it, for this layout has no place for it: {missing}")
+        print(f"not in it, for this layout has no place for it: {'; '.join(missing)}")
 
 
 def _load():

@@ -51,6 +51,7 @@ def describe(config, layout, facts, stored) -> list[tuple[str, str]]:
         ("transition", config.transition + (f", rank {config.rank}" if config.transition != "none" else "")),
         ("execution", config.execution + candidates),
         ("confidence", "yes" if config.confidence else "no"),
+        ("copy term", f"agreement of up to {config.copy_length} tokens" if config.copy_length else "no"),
         ("block", f"{config.block_length} drafts from {config.slots} slots, {config.layout}"),
         ("layers", f"{b.num_hidden_layers} of width {b.hidden_size}, attention {attention}{convolution}"),
         ("taps", f"{', '.join(map(str, config.target_layer_ids))} (0 is the output of the target's first layer)"),

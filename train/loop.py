@@ -233,14 +233,15 @@ def drafter_config(options, target):
         draft_vocab_size=options.draft_vocab_size or target.vocab_size, block_length=options.block_length,
         layout=options.layout, target_layer_ids=tuple(options.target_layer_ids), mask_token_id=options.mask_token_id,
         transition=options.transition, rank=options.rank, execution=options.execution, candidates=options.candidates,
-        confidence=options.confidence, confidence_with_law=options.confidence and options.confidence_with_law, **scales)
+        confidence=options.confidence, confidence_with_law=options.confidence and options.confidence_with_law,
+        copy_length=options.get("copy_length", 0), **scales)
 
 
 def starting_drafter(config, model, target, data, sequences):
     """The drafter that training begins with.
 
     It is ``config.init_from`` where that is given, with a fresh confidence head if it has none, or one that sees something
-    else. Otherwise parameters are
+    else, and with a fresh copy term likewise. Otherwise parameters are
     fresh, but for the backbone of ``config.init_backbone`` where that is given, whose draft vocabulary comes with it; without,
     the most frequent answer tokens can be drafted. "bigram" starts the transition tables from the bigram statistics of
     the sequences. Raises ValueError that names the config's field for a drafter that does not fit.
@@ -251,14 +252,19 @@ def starting_drafter(config, model, target, data, sequences):
         earlier = _earlier_drafter("init_from", config.init_from, target)
         free = ("block_length", "execution", "candidates", "confidence_temperatures")  # no parameter depends on them
         head = ("confidence", "confidence_with_predecessor", "confidence_with_law")
-        fresh = model.confidence and any(getattr(earlier.config, name) != getattr(model, name) for name in head)
+        fresh = ["confidence"] if model.confidence and any(
+            getattr(earlier.config, name) != getattr(model, name) for name in head) else []
         free += head if fresh else ()
+        if model.copy_length and earlier.config.copy_length != model.copy_length:
+            fresh.append("copying")
+            free += ("copy_length",)
         if dataclasses.replace(earlier.config, **{name: getattr(model, name) for name in free}) != model:
             raise ValueError(f"init_from: {config.init_from} is another drafter ({earlier.config}) than the config asks for, "
                              f"and not only by its {', '.join(free)}")
         params = earlier.params
         if fresh:
-            params |= {"confidence": drafter_lib.init_params(model, jax.random.key(config.seed))["confidence"]}
+            new = drafter_lib.init_params(model, jax.random.key(config.seed))
+            params |= {name: new[name] for name in fresh}
         return dataclasses.replace(earlier, config=model, params=params)
     params = drafter_lib.init_params(model, jax.random.key(config.seed))
     if config.get("init_backbone"):

@@ -20,14 +20,14 @@ import optax
 import optax.contrib
 
 from dspark_jax import anchors as anchors_lib
-from dspark_jax import candidates, chunks, divergences, layers, losses, packing, sharding, transitions
+from dspark_jax import candidates, chunks, copying, divergences, layers, losses, packing, sharding, transitions
 from dspark_jax.confidence import law_term
 from dspark_jax.drafter import base_logits, block_confidence, training_hidden
 from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominators
 from train import features as features_lib
 
 
-PARTS = ("backbone", "transition", "confidence")  # of a drafter's parameters
+PARTS = ("backbone", "transition", "copying", "confidence")  # of a drafter's parameters
 MUON_RMS = 0.2  # of an update at rate 1, which is what AdamW's are like
 
 
@@ -125,12 +125,35 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
             transition, table, predecessors, jax.lax.stop_gradient(hidden))
     fixed_rows = {"final": anchors_lib.gather(features[..., -width:], blocks["sources"]),
                   "labels": blocks["labels"], "mask": blocks["mask"], "reached": blocks["reached"]}
+    if config.copy_length:
+        copied = copied_at(config, params, frozen, batch, blocks, hidden)
+        rows["copy_bonus"] = copied.bonus
+        fixed_rows |= {"copy_before": copied.before, "copy_ids": copied.ids, "predecessors": predecessors}
     if "log_normalizers" in batch:
         fixed_rows["log_normalizer"] = anchors_lib.gather(batch["log_normalizers"], blocks["sources"])
     shared = {name: table[name] for name in ("successor",) if name in table}
     if config.confidence and config.confidence_with_law:
         shared["law"] = params["confidence"]["law"]
     return shared, rows, {name: frozen[name] for name in ("head_rows", "target_head")}, fixed_rows
+
+
+def copied_at(config, params, frozen, batch, blocks, hidden):
+    """The `copying.Copied` [B, N, T] of blocks, from the tokens of their own documents up to their anchors."""
+    documents, anchors = batch.get("documents"), blocks["anchors"]
+    begin = jnp.zeros_like(anchors)
+    if documents is not None:
+        begin = anchors - anchors_lib.gather(packing.positions(documents), anchors)
+    one = lambda text, last, begin: copying.find(text, last, config.copy_length, config.block_length, begin)
+    tokens, n = jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(batch["tokens"], anchors, begin)
+    ids = jnp.where(tokens >= 0, frozen["target_to_draft"][tokens], -1)
+    return copying.copied(params["copying"], hidden, anchors_lib.gather(batch["tokens"], anchors), tokens, ids, n)
+
+
+def copied_of(rows, fixed_rows):
+    """The `copying.Copied` of a chunk; None for a drafter without the term."""
+    if "copy_bonus" not in rows:
+        return None
+    return copying.Copied(fixed_rows["copy_before"], fixed_rows["copy_ids"], rows["copy_bonus"])
 
 
 def laws(config, shared, rows, fixed, fixed_rows):
@@ -142,6 +165,8 @@ def laws(config, shared, rows, fixed, fixed_rows):
     """
     base = base_logits(config, fixed["head_rows"], rows["hidden"])
     logits = base + transitions.bias(shared, rows["phi"])
+    if (copied := copied_of(rows, fixed_rows)) is not None:
+        logits += copying.term(copied, fixed_rows["predecessors"], jnp.arange(logits.shape[-1]))
     target_logits, log_normalizer = layers.table_logits(fixed_rows["final"], fixed["head_rows"]), None
     if config.draft_vocab_size < config.vocab_size:
         log_normalizer = fixed_rows.get("log_normalizer")
@@ -150,14 +175,20 @@ def laws(config, shared, rows, fixed, fixed_rows):
     return base, logits, target_logits, log_normalizer
 
 
-def drafted_among(config, base, choose):
-    """bool [..., T, Vd], the best of the base logits, where drafts are drawn among them, which loses much of a flat law; None where
-    they are drawn from all tokens. choose: what finds the candidates (`dspark_jax.candidates.Choice`)."""
+def drafted_among(config, base, choose, copied=None):
+    """bool [..., T, Vd], the best of the base logits and the ``copied`` token, where drafts are drawn among them, which loses much
+    of a flat law; None where they are drawn from all tokens. choose: what finds the candidates (`dspark_jax.candidates.Choice`).
+    """
     M = config.usable_candidates
     if config.execution != "lattice" or M == config.draft_vocab_size:
         return None
-    _, best = choose(jax.lax.stop_gradient(base), M)
-    return base >= best[..., -1:]
+    ids, best = choose(jax.lax.stop_gradient(base), M)
+    if copied is None:
+        return base >= best[..., -1:]
+    kept, _ = copying.admit(ids, best, base, copied)
+    tokens = jnp.arange(base.shape[-1])
+    dropped = jnp.where(kept[..., -1:] == ids[..., -1:], -1, ids[..., -1:])  # for the copied token
+    return ((base >= best[..., -1:]) & (tokens != dropped)) | (tokens == copied.ids[..., None])
 
 
 def confidence_and_accept_rate(config, shared, rows, among, logits, target_logits, log_normalizer):
@@ -179,7 +210,8 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidat
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     w = draft_weights(weights, logits, labels, mask)
     confidence, accept = confidence_and_accept_rate(
-        config, shared, rows, drafted_among(config, base, choose), logits, target_logits, log_normalizer)
+        config, shared, rows, drafted_among(config, base, choose, copied_of(rows, fixed_rows)), logits, target_logits,
+        log_normalizer)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, confidence, weights.decay, weights=w,
                                  log_normalizer=log_normalizer, reached=fixed_rows["reached"], accept=accept)
     if weights.unary:
@@ -188,11 +220,12 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidat
         terms["kl"] = losses.weighted(w, divergences.kl_divergence(logits, target_logits))
     if weights.candidates:
         phi = rows.get("candidate_phi", rows["phi"])
-        terms |= candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose)
+        terms |= candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose, copied_of(rows, fixed_rows),
+                                 fixed_rows.get("predecessors"))
     return losses.weighted_sum(terms, fixed["weights"], fixed["denominators"]), terms
 
 
-def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose):
+def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose, copied=None, predecessors=None):
     """The candidates term, and how often the label is a candidate and is the best of them: [T] each.
 
     choose: as in `drafted_among`."""
@@ -200,10 +233,14 @@ def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose)
     if weights.candidates_stop_gradient:
         base = jax.lax.stop_gradient(base)
     ids, best = choose(base, M)
+    if copied is not None:
+        ids, best = copying.admit(ids, best, base, copied)
     # The label's own score stands last; it is used where the label is no candidate and is injected.
     rated = jnp.concatenate([ids, labels[..., None]], axis=-1)
     scores = jnp.concatenate([best, divergences.pick(base, labels)[..., None]], axis=-1)
     scores += transitions.bias_at(shared, phi, rated)
+    if copied is not None:
+        scores += copying.term(copied, predecessors, rated)
     scores, label_scores = scores[..., :M], scores[..., M]
     found, index = losses.locate_label(ids, labels)
     drafts, leading = mask.astype(jnp.float32), tuple(range(mask.ndim - 1))

@@ -93,7 +93,8 @@ def draft_step(drafter, rows, context):
     def run(arrays, cache, keys):
         anchors, starts = jnp.zeros(rows, jnp.int32), jnp.full(rows, context)
         return propose(c, arrays["params"], arrays["embedding"], arrays["head_rows"], arrays["draft_to_target"], cache,
-                       anchors, starts, keys, jnp.ones(rows), c.execution, candidates)
+                       anchors, starts, keys, jnp.ones(rows), c.execution, candidates,
+                       text=jnp.zeros((rows, context + 1), jnp.int32))
 
     cache = kv.empty_cache(b.num_hidden_layers, rows, context, b.num_key_value_heads, b.head_dim, dtype)
     return lambda rows: _timed(run, drafter.arrays(), cache, jax.random.split(jax.random.key(0), rows))

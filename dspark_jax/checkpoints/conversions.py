@@ -74,6 +74,12 @@ def without_confidence(drafter: Drafter) -> Drafter:
     return dataclasses.replace(drafter, config=config, params=params)
 
 
+def without_copying(drafter: Drafter) -> Drafter:
+    """The same drafter without its copy term; it drafts what it would in a text that never repeats itself."""
+    params = {name: part for name, part in drafter.params.items() if name != "copying"}
+    return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, copy_length=0), params=params)
+
+
 def _add_convolution(drafter, taps, group):
     config = drafter.config
     if config.backbone.conv_kernel_size:

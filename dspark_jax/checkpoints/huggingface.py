@@ -30,7 +30,8 @@ NATIVE = "native"
 LAYOUTS = (NATIVE, *layouts.LAYOUTS)
 
 _HEADS = layouts.MARKOV_NAMES | layouts.CONFIDENCE_NAMES | {  # our path -> (native name, stored transposed)
-    "transition/hidden_projection": ("markov_head.hidden_projection.weight", True)}
+    "transition/hidden_projection": ("markov_head.hidden_projection.weight", True),
+    "copying/weight": ("copy_head.weight", False), "copying/kernel": ("copy_head.kernel", False)}
 _OFFSETS, _MEMBERS = "d2t", "t2d"  # target id = draft id + offset; bool [V], whether a target id can be drafted
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's; speculators may leave them in
@@ -225,6 +226,8 @@ def save(drafter, directory, layout=NATIVE, dtype=None) -> None:
                              "are not the target's; allowed: 'deepspec', 'speculators'")
         data = {"architectures": [ARCHITECTURE], "model_type": "dspark_jax", **dataclasses.asdict(config)}
     else:
+        if config.copy_length:
+            raise ValueError(f"layout {layout!r} cannot express copy_length {config.copy_length}; allowed: 0")
         data = published.write(drafter) | {"dtype": dtype.name, "torch_dtype": dtype.name}
         if published.tables != "never":
             tables = {_EMBEDDING: drafter.embedding, _HEAD: drafter.head_rows}
