@@ -44,7 +44,7 @@ def run(target, drafter, *, drafts, anchors, repeats, budget, dtype="float32", t
     # The heads that PyTorch's step has; sequential, as its accept rates are those of drafts drawn from all tokens.
     model = dataclasses.replace(
         drafter.config, block_length=drafts, draft_vocab_size=vocab, transition="vanilla", execution="sequential",
-        confidence=True, confidence_with_predecessor=True, confidence_with_law=False, confidence_temperatures=())
+        confidence=True, confidence_with_predecessor=True, confidence_with_law=False, confidence_temperatures=(), copy_length=0)
     optimizer = objective.make_optimizer(recipe.optimizer, recipe.optimizer.decay_steps)
     params = drafter_lib.init_params(model, jax.random.key(0))
     tables = {"embedding": target.embedding(), "head_rows": target.head_rows()}
