@@ -220,7 +220,8 @@ def draft_round(options, target, weights, state, request, propose=propose):
     T = options.block_length
     proposal = propose(options.drafter, weights["params"], weights["embedding"], weights["head_rows"],
                        weights["draft_to_target"], state.draft_cache, state.anchors, state.starts, draft_keys,
-                       request.temperature, options.execution, options.candidates, weights["successors"], options.choose, state.text)
+                       request.temperature, options.execution, options.candidates, weights["successors"], options.choose,
+                       state.text)
     sure = None if proposal.confidence is None else confidence_probabilities(options.drafter, proposal.confidence)
     proposed = _lengths(options, sure, state.earlier, request, active)
     block = jnp.concatenate([state.anchors[:, None], proposal.tokens], axis=1)

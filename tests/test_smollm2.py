@@ -34,9 +34,9 @@ def test_greedy_speculative_decoding_changes_nothing_and_accepts(smollm2, drafte
     result = ds.generate(smollm2, drafter, prompts, max_new_tokens=NEW_TOKENS, execution=execution)
     assert result.tokens == plain.tokens
     assert sum(map(len, result.tokens)) > 30 * NEW_TOKENS // 2  # not all of it ended at once
-    # `python -m train.evaluate` gave 1.83 as the mean over 20 prompts of each set; a third of a set's rows can be 0.15 off.
+    # `python -m train.evaluate` gave 2.50 as the mean over 20 prompts of each set; half of a set's rows can be 0.3 off.
     sets = [result.accepted[i:i + 10] for i in (0, 10, 20)]
-    assert np.mean([np.mean([m + 1 for row in rows for m in row]) for rows in sets]) >= 1.68
+    assert np.mean([np.mean([m + 1 for row in rows for m in row]) for rows in sets]) >= 2.2
 
 
 def test_a_sampled_text_ends_at_a_stop_token_or_the_limit(smollm2, drafter, prompts):

@@ -497,17 +497,18 @@ def test_another_backbone_is_refused(tokens, tmp_path, fields, text):
         loop.starting_drafter(config, *arguments)
 
 
-@pytest.mark.parametrize("confidence, law", [(False, False), (True, False), (True, True)])
-def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence, law):
-    """A confidence head that is missing, or sees less than it shall, is a fresh one."""
+@pytest.mark.parametrize("confidence, law, copies", [(False, False, 0), (True, False, 3), (True, True, 0)])
+def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence, law, copies):
+    """A confidence head that is missing, or sees less than it shall, is a fresh one, and so is a missing copy term."""
     earlier = save_start(tokens, tmp_path / "short", block_length=2, execution="sequential", confidence=confidence)
-    config, arguments = beginning(tokens, block_length=3, confidence_with_law=law)
+    config, arguments = beginning(tokens, block_length=3, confidence_with_law=law, copy_length=copies)
     fresh = loop.starting_drafter(config, *arguments)
     config.init_from = str(tmp_path / "short")
     drafter = loop.starting_drafter(config, *arguments)
     assert drafter.config == arguments[0]
+    assert ("copying" in drafter.params) == (copies > 0)
     for name, params in drafter.params.items():
-        kept = name != "confidence" or confidence and not law
+        kept = name != "copying" and (name != "confidence" or confidence and not law)
         jax.tree.map(np.testing.assert_array_equal, params, (earlier if kept else fresh).params[name])
     config.init_backbone = str(tmp_path / "short")
     with pytest.raises(ValueError, match="init_from, init_backbone: only one"):

@@ -47,7 +47,7 @@ def config(tokens):
             "num_hidden_layers": 1, "intermediate_size": 32, "conv_kernel_size": 0, "block_length": 3,
             "layout": "anchor_first", "target_layer_ids": (0, 1), "mask_token_id": 1, "draft_vocab_size": 20,
             "transition": "vanilla", "transition_init": "bigram", "rank": 8, "execution": "lattice", "candidates": 4,
-            "confidence": True, "confidence_with_law": False},
+            "confidence": True, "confidence_with_law": False, "copy_length": 0},
         "batch": {"sequences": 4, "anchors": 6, "anchors_per_chunk": None, "micro_steps": 1},
         "loss": {"ce": 0.1, "l1": 0.9, "confidence": 0.1, "decay": 4.0, "position_weights": "decay"},
         "optimizer": {
