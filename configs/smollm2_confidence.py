@@ -12,14 +12,13 @@ from configs import smollm2
 
 def get_config():
     config = smollm2.get_config()
-    config.steps = 600
+    config.steps = 300
     config.drafter.transition = "joint"
     config.drafter.block_length = 7
     config.drafter.copy_length = 16
     config.drafter.trained = ("confidence",)
     config.drafter.confidence_with_law = True
     config.loss.ce = config.loss.l1 = 0.0
-    config.loss.decay = 1.0  # most rounds end at the first drafts
     config.loss.confidence = 1.0
     # It speaks of temperature 1. Few of the shipped answers are to word problems. Weights of 0 would make another set of
     # conversations, which could not share its features with configs/smollm2_copying.py.

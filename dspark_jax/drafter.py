@@ -155,8 +155,8 @@ class CopyParameters(nn.Module):
 
 
 class DrafterModule(nn.Module):
-    """Parameters: {"backbone": ..., "transition": ..., "copying": {"weight" [N], "kernel" [D]}, "confidence": {"kernel" [D (+ R)],
-    "bias" [] and perhaps "law" [3]}}, the last two where the drafter has them."""
+    """Parameters: {"backbone": ..., "transition": ..., "copying": {"weight" [N], "kernel" [D]}, "confidence": {"kernel"
+    [D (+ R)], "bias" [] and perhaps "law" [3]}}, the last two where the drafter has them."""
 
     config: DrafterConfig
 
