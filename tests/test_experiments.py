@@ -65,6 +65,7 @@ def test_rounds_of_a_known_text_are_those_of_decoding(target, text, transition, 
 def test_so_are_those_of_a_drafter_that_copies(target, text, way, options):
     prompt, answer, rows = text
     drafter = drafter_of(target, "joint", draft_ids=np.arange(2, 22), copy_length=2)
+    drafter.params["copying"]["weight"] = jnp.array([4.0, 8.0])
     result = ds.generate(target, drafter, [prompt], max_new_tokens=LENGTH, stop_tokens=(), **options)
     drafted, anchors = draft(drafter, way, text)
     right = drafted == known_text.labels_of(answer, anchors, 4)
