@@ -15,7 +15,7 @@ Shape letters: S tokens of a text, N longest agreement, T draft positions, Vd dr
 "..." any leading axes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -76,6 +76,22 @@ def copied(
     bonus += weight.astype(wide)[jnp.maximum(agreement - 1, 0)]
     before = jnp.concatenate([anchor[..., None], tokens[..., :-1]], axis=-1)
     return Copied(before, ids, bonus)
+
+
+def behind(
+    params: Mapping[str, jax.Array],
+    text: jax.Array,
+    last: jax.Array,
+    hidden: jax.Array,
+    to_draft: Callable[[jax.Array], jax.Array],
+    begin: jax.Array | int = 0,
+) -> Copied:
+    """`copied` of what `find` finds: the term of the block behind text[last]. Batch with jax.vmap.
+
+    text int [S]; last, begin int []; hidden [T, D]; to_draft: target ids (or -1) int [T] -> draft ids, -1 for none.
+    """
+    tokens, n = find(text, last, params["weight"].shape[0], hidden.shape[0], begin)
+    return copied(params, hidden, text[last], tokens, to_draft(tokens), n)
 
 
 def term(copy: Copied, previous: jax.Array, ids: jax.Array) -> jax.Array:

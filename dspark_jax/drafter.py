@@ -5,7 +5,6 @@ D model width, R transition rank, M candidates per position.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -303,10 +302,8 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
     copied = None
     if config.copy_length:
         with jax.named_scope("copy"):
-            find = functools.partial(copying.find, N=config.copy_length, T=config.block_length)
-            after, n = jax.vmap(find)(text, starts)
-            copied = copying.copied(
-                params["copying"], hidden, anchors, after, copying.draft_ids(after, draft_to_target), n)
+            to_draft = lambda tokens: copying.draft_ids(tokens, draft_to_target)
+            copied = jax.vmap(lambda *block: copying.behind(params["copying"], *block, to_draft))(text, starts, hidden)
     if execution == "lattice":
         with jax.named_scope("candidates"):
             best, unary = choose(logits, candidates)

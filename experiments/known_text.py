@@ -47,9 +47,8 @@ def copied(config, params, draft_to_target, hidden, tokens, anchors):
     """The copy term [N, T] of blocks at ``anchors``, arguments as in `heads`; None for a drafter without it."""
     if not config.copy_length:
         return None
-    find = functools.partial(copying.find, N=config.copy_length, T=config.block_length)
-    after, n = jax.vmap(find, in_axes=(None, 0))(tokens, anchors)
-    return copying.copied(params["copying"], hidden, tokens[anchors], after, copying.draft_ids(after, draft_to_target), n)
+    to_draft = lambda tokens: copying.draft_ids(tokens, draft_to_target)
+    return jax.vmap(lambda last, hidden: copying.behind(params["copying"], tokens, last, hidden, to_draft))(anchors, hidden)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "way"))

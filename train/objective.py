@@ -126,7 +126,7 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
     fixed_rows = {"final": anchors_lib.gather(features[..., -width:], blocks["sources"]),
                   "labels": blocks["labels"], "mask": blocks["mask"], "reached": blocks["reached"]}
     if config.copy_length:
-        copied = copied_at(config, params, frozen, batch, blocks, hidden)
+        copied = copied_at(params, frozen, batch, blocks, hidden)
         rows["copy_bonus"] = copied.bonus
         fixed_rows |= {"copy_before": copied.before, "copy_ids": copied.ids, "predecessors": predecessors}
     if "log_normalizers" in batch:
@@ -137,16 +137,15 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
     return shared, rows, {name: frozen[name] for name in ("head_rows", "target_head")}, fixed_rows
 
 
-def copied_at(config, params, frozen, batch, blocks, hidden):
+def copied_at(params, frozen, batch, blocks, hidden):
     """The `copying.Copied` [B, N, T] of blocks, from the tokens of their own documents up to their anchors."""
     documents, anchors = batch.get("documents"), blocks["anchors"]
     begin = jnp.zeros_like(anchors)
     if documents is not None:
         begin = anchors - anchors_lib.gather(packing.positions(documents), anchors)
-    one = lambda text, last, begin: copying.find(text, last, config.copy_length, config.block_length, begin)
-    tokens, n = jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(batch["tokens"], anchors, begin)
-    ids = jnp.where(tokens >= 0, frozen["target_to_draft"][tokens], -1)
-    return copying.copied(params["copying"], hidden, anchors_lib.gather(batch["tokens"], anchors), tokens, ids, n)
+    to_draft = lambda tokens: jnp.where(tokens >= 0, frozen["target_to_draft"][tokens], -1)
+    one = lambda text, last, hidden, begin: copying.behind(params["copying"], text, last, hidden, to_draft, begin)
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0, 0, 0)))(batch["tokens"], anchors, hidden, begin)
 
 
 def copied_of(rows, fixed_rows):
