@@ -20,6 +20,7 @@ def get_config():
     config.drafter.confidence_with_law = True
     config.loss.ce = config.loss.l1 = 0.0
     config.loss.confidence = 1.0
+    config.loss.decay = 2.0  # the first promises decide most lengths
     # It speaks of temperature 1. Few of the shipped answers are to word problems. Weights of 0 would make another set of
     # conversations, which could not share its features with configs/smollm2_copying.py.
     config.data.source_weights = {

@@ -24,11 +24,13 @@ import jax.numpy as jnp
 
 class Copied(NamedTuple):
     """The term of a block: ``before`` int [..., T], c_{t-1} as target ids; ``ids`` int [..., T], c_t as draft ids, -1 where
-    there is none or it cannot be drafted; ``bonus`` float [..., T], beta_t."""
+    there is none or it cannot be drafted; ``bonus`` float [..., T], beta_t; ``agreement`` float [..., T], min(n + t, N) / N, 0
+    where nothing agrees."""
 
     before: jax.Array
     ids: jax.Array
     bonus: jax.Array
+    agreement: jax.Array
 
 
 def find(text: jax.Array, last: jax.Array, N: int, T: int, begin: jax.Array | int = 0) -> tuple[jax.Array, jax.Array]:
@@ -71,11 +73,12 @@ def copied(
     the same as draft ids; n int [...].
     """
     weight, wide = params["weight"], jnp.promote_types(hidden.dtype, jnp.float32)
-    agreement = jnp.minimum(n[..., None] + jnp.arange(tokens.shape[-1]), weight.shape[0])
+    N = weight.shape[0]
+    agreement = jnp.where(n[..., None] > 0, jnp.minimum(n[..., None] + jnp.arange(tokens.shape[-1]), N), 0)
     bonus = jnp.einsum("...D,D->...", hidden, params["kernel"], preferred_element_type=wide)
     bonus += weight.astype(wide)[jnp.maximum(agreement - 1, 0)]
     before = jnp.concatenate([anchor[..., None], tokens[..., :-1]], axis=-1)
-    return Copied(before, ids, bonus)
+    return Copied(before, ids, bonus, agreement.astype(wide) / N)
 
 
 def behind(
@@ -101,11 +104,29 @@ def term(copy: Copied, previous: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.where((ids == copy.ids[..., None]) & (copy.ids[..., None] >= 0), bonus[..., None], 0)
 
 
-def admit(ids: jax.Array, scores: jax.Array, logits: jax.Array, copy: Copied) -> tuple[jax.Array, jax.Array]:
+def statistics(copy: Copied, previous: jax.Array, ids: jax.Array, scores: jax.Array) -> jax.Array:
+    """What the copy says of the draft behind ``previous`` before it is drawn: the agreement, and the chance of the copied token
+    in the law softmax(scores); both 0 where ``previous`` is not what was copied.
+
+    previous int [...] (target ids), ids int [..., M] (draft ids) and scores [..., M], -inf for one that cannot be drafted, for a
+    ``copy`` of [...] -> [..., 2].
+    """
+    follows = previous == copy.before
+    same = (ids == copy.ids[..., None]) & (follows & (copy.ids >= 0))[..., None]
+    chance = jnp.sum(jnp.where(same, jax.nn.softmax(scores, axis=-1), 0), axis=-1)
+    return jnp.stack([jnp.where(follows, copy.agreement, 0).astype(chance.dtype), chance], axis=-1)
+
+
+def admit(
+    ids: jax.Array, scores: jax.Array, logits: jax.Array, copy: Copied | None
+) -> tuple[jax.Array, jax.Array]:
     """Candidates among which the copied token is: where it is missing it takes the last one's place, with its base logit.
 
-    ids int [..., M] and scores [..., M], best first, of logits [..., Vd], for a ``copy`` of [...] -> the same two.
+    ids int [..., M] and scores [..., M], best first, of logits [..., Vd], for a ``copy`` of [...] -> the same two, unchanged
+    where ``copy`` is None.
     """
+    if copy is None:
+        return ids, scores
     missing = (copy.ids >= 0) & ~jnp.any(ids == copy.ids[..., None], axis=-1)
     place = missing[..., None] & (jnp.arange(ids.shape[-1]) == ids.shape[-1] - 1)
     score = jnp.take_along_axis(logits, jnp.maximum(copy.ids, 0)[..., None], axis=-1)

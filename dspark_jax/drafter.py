@@ -16,7 +16,7 @@ from dspark_jax import packing
 from dspark_jax import transitions
 from dspark_jax.backbone import Backbone, BackboneConfig
 from dspark_jax.candidates import Choice, top_candidates
-from dspark_jax.confidence import confidence_logits, law_term
+from dspark_jax.confidence import LAW_STATISTICS, LAW_UNITS, confidence_logits, law_statistics, law_term
 from dspark_jax.lattice import draft_among
 from dspark_jax.sequential import sequential_draft
 from dspark_jax.union import successor_table, union_among
@@ -34,7 +34,7 @@ class DrafterConfig:
     than ``vocab_size`` means that only some target ids can be drafted. ``execution`` and ``candidates`` are what the
     checkpoint asks to be run with; a caller may choose otherwise. ``input_embedding_scale`` multiplies the embeddings
     that go into the slots. The confidence head sees h_t, ``confidence_with_predecessor`` the predecessor's row A[x_{t-1}], and
-    ``confidence_with_law`` what the law that draft t comes from is like (`confidence.law_statistics`), at temperature 1 and over
+    ``confidence_with_law`` what the law that draft t comes from is like (`statistics_of_law`), at temperature 1 and over
     the tokens that ``execution`` lets it be. ``confidence_temperatures``: what calibration divides each position's confidence logit by; empty
     for a head that was not calibrated. ``copy_length`` is N, the longest agreement with earlier text that the copy term tells
     apart (`dspark_jax.copying`); 0 for a drafter without that term.
@@ -140,7 +140,17 @@ class ConfidenceParameters(nn.Module):
         self.param("kernel", nn.initializers.normal(0.02), (width,))
         self.param("bias", nn.initializers.zeros, ())
         if c.confidence_with_law:
-            self.param("law", nn.initializers.zeros, (3,))
+            LawParameters(LAW_STATISTICS + (2 if c.copy_length else 0), name="law")()
+
+
+class LawParameters(nn.Module):
+    statistics: int
+
+    @nn.compact
+    def __call__(self):
+        self.param("kernel", nn.initializers.lecun_normal(), (self.statistics, LAW_UNITS))
+        self.param("bias", nn.initializers.zeros, (LAW_UNITS,))
+        self.param("output", nn.initializers.zeros, (LAW_UNITS,))
 
 
 class CopyParameters(nn.Module):
@@ -155,7 +165,7 @@ class CopyParameters(nn.Module):
 
 class DrafterModule(nn.Module):
     """Parameters: {"backbone": ..., "transition": ..., "copying": {"weight" [N], "kernel" [D]}, "confidence": {"kernel"
-    [D (+ R)], "bias" [] and perhaps "law" [3]}}, the last two where the drafter has them."""
+    [D (+ R)], "bias" [] and perhaps "law": ...}}, the last two where the drafter has them."""
 
     config: DrafterConfig
 
@@ -220,20 +230,32 @@ def confidence_probabilities(config, logits):
     return jax.nn.sigmoid(logits / temperatures)
 
 
-def block_confidence(config, params, hidden, predecessors, scores=None, log_normalizer=None):
+def statistics_of_law(ids, scores, log_normalizer, predecessors, copied, choose=top_candidates):
+    """What the confidence head sees of the law that each draft comes from: [..., T, F] of `confidence.law_statistics` and, of
+    a drafter that copies, `copying.statistics`. Nothing is learnt through them.
+
+    ids int (draft ids) and scores [..., T, M]: what a draft may be, and what its law is the softmax of, at temperature 1;
+    log_normalizer [..., T]: of the law over all draft tokens, None where the M are all; predecessors int [..., T];
+    copied: `copying.Copied` of [..., T] or None.
+    """
+    scores, log_normalizer, copied = jax.lax.stop_gradient((scores, log_normalizer, copied))
+    of_law = law_statistics(scores, log_normalizer, choose)
+    if copied is None:
+        return of_law
+    return jnp.concatenate([of_law, copying.statistics(copied, predecessors, ids, scores)], axis=-1)
+
+
+def block_confidence(config, params, hidden, predecessors, law=None):
     """Logit of each draft's chance to survive, given its predecessors int [..., T]; None without a confidence head.
 
-    scores [..., T, M]: what the law of each draft is the softmax of, at temperature 1; None: without the term that needs them.
-    log_normalizer [..., T]: of the law over all draft tokens, None where the M are all.
+    law [..., T, F]: `statistics_of_law`; None: without the term that needs them.
     """
     if not config.confidence:
         return None
     head = params["confidence"]
     embedding = transitions.embed(params["transition"], predecessors) if config.confidence_with_predecessor else None
     logits = confidence_logits(head["kernel"], head["bias"], hidden, embedding)
-    if scores is None or not config.confidence_with_law:
-        return logits
-    return logits + law_term(head["law"], scores, log_normalizer)
+    return logits if law is None else logits + law_term(head["law"], law)
 
 
 def training_hidden(config, params, embedding, features, tokens, anchors, keep, documents=None):
@@ -306,9 +328,7 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
             copied = jax.vmap(lambda *block: copying.behind(params["copying"], *block, to_draft))(text, starts, hidden)
     if execution == "lattice":
         with jax.named_scope("candidates"):
-            best, unary = choose(logits, candidates)
-            if copied is not None:
-                best, unary = copying.admit(best, unary, logits, copied)
+            best, unary = copying.admit(*choose(logits, candidates), logits, copied)
         with jax.named_scope("lattice"):
             block = copied, best, unary, hidden, anchors, keys, temperature
             if successors is None:
@@ -325,18 +345,21 @@ def propose(config, params, embedding, head_rows, draft_to_target, context, anch
             )(logits, hidden, anchors, keys, temperature, copied)
         if draft_to_target is not None:
             q = SparseDraft(jnp.broadcast_to(draft_to_target, q.shape), q)
-    predecessors, log_normalizer = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1), None
-    if execution == "lattice" and config.confidence_with_law:  # those along the path, of the base logits' candidates
-        phi = transitions.teacher_forced_phi(transition, table, predecessors, hidden)
-        scores = unary + transitions.bias_at(table, phi, best)
-        corrected = logits + transitions.bias(table, phi)
-        if copied is not None:
-            scores += copying.term(copied, predecessors, best)
-            corrected += copying.term(copied, predecessors, jnp.arange(corrected.shape[-1]))
-        log_normalizer = jax.nn.logsumexp(corrected, axis=-1)
+    predecessors, seen = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1), None
+    if config.confidence_with_law:
+        everything, log_normalizer = jnp.arange(logits.shape[-1]), None
+        if execution == "lattice":  # those along the path, of the base logits' candidates
+            phi = transitions.teacher_forced_phi(transition, table, predecessors, hidden)
+            scores = unary + transitions.bias_at(table, phi, best)
+            corrected = logits + transitions.bias(table, phi)
+            if copied is not None:
+                scores += copying.term(copied, predecessors, best)
+                corrected += copying.term(copied, predecessors, everything)
+            log_normalizer = jax.nn.logsumexp(corrected, axis=-1)
+        seen = statistics_of_law(best if execution == "lattice" else everything, scores, log_normalizer, predecessors, copied)
     law = q.probabilities if isinstance(q, SparseDraft) else q
     finite = jnp.all(jnp.isfinite(logits), axis=(1, 2)) & jnp.all(jnp.isfinite(law), axis=(1, 2))
-    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors, scores, log_normalizer), finite)
+    return Proposal(tokens, q, block_confidence(config, params, hidden, predecessors, seen), finite)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -146,7 +146,5 @@ def lattice_draft(
     Returns: tokens int32 [T] (target ids), candidates int32 [T, M] (target ids), q float32 [T, M] (over the candidates).
     Raises ValueError for M > Vd, and for a transition that is not first order.
     """
-    candidates, unary = choose(logits, M)
-    if copied is not None:
-        candidates, unary = copying.admit(candidates, unary, logits, copied)
+    candidates, unary = copying.admit(*choose(logits, M), logits, copied)
     return draft_among(transition, params, candidates, unary, hidden, anchor, key, temperature, draft_to_target, copied)

@@ -26,9 +26,7 @@ class Lattices:
         copied = known_text.copied(config, drafter.params, drafter.draft_to_target, hidden, tokens, len(prompt) + anchors)
 
         def one(base, hidden, anchor, copied):
-            ids, unary = top_candidates(base, M)
-            if copied is not None:
-                ids, unary = copying.admit(ids, unary, base, copied)
+            ids, unary = copying.admit(*top_candidates(base, M), base, copied)
             first, pairs = pair_scores(get_transition(config.transition), drafter.params.get("transition", {}), unary, ids,
                                        hidden, anchor, drafter.draft_to_target, copied)
             slots, _ = walk(first, pairs, jax.random.key(0), 0.0)

@@ -67,9 +67,7 @@ def paths(config, way, params, draft_to_target, base, hidden, first, successors=
             return sequential_draft(transition, table, *block, copied)[0]
         if not way.successors:
             return lattice_draft(transition, table, *block[:-1], way.candidates, draft_to_target, copied=copied)[0]
-        ids, unary = top_candidates(base, way.candidates)
-        if copied is not None:
-            ids, unary = copying.admit(ids, unary, base, copied)
+        ids, unary = copying.admit(*top_candidates(base, way.candidates), base, copied)
         return union_among(transition, table, ids, unary, hidden, anchor, jax.random.key(0), 0.0, base, successors,
                            draft_to_target, copied)[0]
 

@@ -51,6 +51,16 @@ def greedy_sequential(name, params, logits, hidden, anchor, draft_to_target=None
     return np.array(tokens), np.array(corrected)
 
 
+def law_term(statistics, head):
+    """The confidence head's hidden layer, one unit at a time."""
+    kernel, bias, output = (np.asarray(head[name], np.float64) for name in ("kernel", "bias", "output"))
+    term = 0.0
+    for unit in range(len(bias)):
+        z = statistics @ kernel[:, unit] + bias[unit]
+        term += output[unit] * z * sigmoid(z)
+    return term
+
+
 def top(logits, M):
     """Ids of the M largest, best first, equal ones by smaller id: by sorting Python tuples."""
     return [i for _, i in sorted((-float(x), i) for i, x in enumerate(logits))[:M]]

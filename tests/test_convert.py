@@ -325,8 +325,10 @@ def test_convert_and_inspect_from_the_command_line(tmp_path):
 
 def with_law(drafter):
     """The same, but that its confidence head also sees the law of the draft."""
-    head = drafter.params["confidence"] | {"law": jnp.array([0.5, -0.25, 0.75])}
     config = dataclasses.replace(drafter.config, confidence_with_law=True)
+    shapes = drafter_lib.abstract_params(config)["confidence"]["law"]
+    law = {name: jax.random.normal(jax.random.key(i), shapes[name].shape) for i, name in enumerate(sorted(shapes))}
+    head = drafter.params["confidence"] | {"law": law}
     return dataclasses.replace(drafter, config=config, params=drafter.params | {"confidence": head})
 
 

@@ -54,15 +54,15 @@ def test_draft_ids():
     assert copying.draft_ids(tokens, None).tolist() == tokens.tolist()
 
 
-def setting(seed=0, vocabulary=V, draft=None):
+def setting(seed=0, draft=None):
     """(transition parameters, base logits [T, Vd], hidden [T, D], anchor, copied, draft_to_target)"""
     keys = iter(jax.random.split(jax.random.key(seed), 10))
-    draft_to_target = None if draft is None else jnp.sort(jax.random.permutation(next(keys), vocabulary)[:draft])
-    Vd = draft or vocabulary
-    shapes = transitions.get_transition("joint").parameter_shapes(vocabulary, Vd, D, R)
+    draft_to_target = None if draft is None else jnp.sort(jax.random.permutation(next(keys), V)[:draft])
+    Vd = draft or V
+    shapes = transitions.get_transition("joint").parameter_shapes(V, Vd, D, R)
     params = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
     logits, hidden = jax.random.normal(next(keys), (T, Vd)), jax.random.normal(next(keys), (T, D))
-    text = jax.random.randint(next(keys), (30,), 0, vocabulary)
+    text = jax.random.randint(next(keys), (30,), 0, V)
     text = text.at[20:26].set(text[4:10])
     tokens, n = copying.find(text, 25, 4, T)
     weights = {"weight": jnp.array([1.0, 2.0, 4.0, 6.0]), "kernel": 0.3 * jax.random.normal(next(keys), (D,))}
@@ -78,6 +78,17 @@ def test_strengths():
     copied = copying.copied(weights, hidden, jnp.int32(9), tokens, tokens, jnp.int32(2))
     np.testing.assert_allclose(copied.bonus, [2 + 0.5, 4 - 2, 4 - 0.5])
     assert copied.before.tolist() == [9, 3, 4]
+    np.testing.assert_allclose(copied.agreement, [2 / 3, 1, 1])
+    new = copying.copied(weights, hidden, jnp.int32(9), jnp.full(3, -1), jnp.full(3, -1), jnp.int32(0))
+    assert new.agreement.tolist() == [0, 0, 0]
+
+
+def test_statistics():
+    """The agreement and the chance of the copied token: behind what was copied only, and 0 for one that cannot be drafted."""
+    copied = copying.Copied(jnp.array([9, 3, 4]), jnp.array([1, 2, -1]), jnp.ones(3), jnp.array([0.5, 0.75, 1.0]))
+    ids, scores = jnp.array([[1, 0, 5]] * 3), jnp.log(jnp.array([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]))
+    for previous, expected in (([9, 3, 4], [[0.5, 0.2], [0.75, 0], [1, 0]]), ([8, 3, 9], [[0, 0], [0.75, 0], [0, 0]])):
+        np.testing.assert_allclose(copying.statistics(copied, jnp.array(previous), ids, scores), expected, rtol=1e-6)
 
 
 def slow_scores(params, logits, hidden, copied, previous, ids):
@@ -150,7 +161,7 @@ def test_without_a_match_nothing_changes():
 def test_admit():
     ids, scores = jnp.array([[3, 1, 0], [3, 1, 0], [3, 1, 0]]), jnp.array([[3.0, 2.0, 1.0]] * 3)
     logits = jnp.arange(15.0).reshape(3, 5) / 10
-    copied = copying.Copied(jnp.zeros(3, jnp.int32), jnp.array([4, 1, -1]), jnp.ones(3))
+    copied = copying.Copied(jnp.zeros(3, jnp.int32), jnp.array([4, 1, -1]), jnp.ones(3), jnp.ones(3))
     kept, read = copying.admit(ids, scores, logits, copied)
     assert kept.tolist() == [[3, 1, 4], [3, 1, 0], [3, 1, 0]]
     np.testing.assert_allclose(read, [[3, 2, 0.4], [3, 2, 1], [3, 2, 1]])
@@ -174,7 +185,6 @@ def test_sixteen_bit_parameters_give_a_float32_bonus():
     copied = copying.copied(weights, jnp.ones((T, D), jnp.bfloat16), jnp.int32(0), tokens, tokens, jnp.int32(1))
     assert copied.bonus.dtype == jnp.float32
     np.testing.assert_allclose(copied.bonus, [1.0, 2.5, 2.5, 2.5, 2.5])
-
 
 
 
@@ -215,7 +225,8 @@ def test_training_is_decoding(execution, packed):
         c, objective.LossWeights(), drafter.params, frozen, batch, blocks)
     base, logits, target_logits, log_normalizer = objective.laws(c, shared, inputs, fixed, fixed_rows)
     among = objective.drafted_among(c, base, lattice.top_candidates, objective.copied_of(inputs, fixed_rows))
-    sure, accept = objective.confidence_and_accept_rate(c, shared, inputs, among, logits, target_logits, log_normalizer)
+    sure, accept = objective.confidence_and_accept_rate(
+        c, shared, inputs, fixed_rows, among, logits, target_logits, log_normalizer, lattice.top_candidates)
     if among is not None:
         assert np.all(among.sum(-1) == 3)
         logits = jnp.where(among, logits, -jnp.inf)
@@ -226,7 +237,7 @@ def test_training_is_decoding(execution, packed):
 
     def one(anchor):
         positions = jnp.arange(len(text))[None]
-        pair = drafter_module(c).apply({"params": drafter.params}, features_of_text, positions,
+        pair = ds.drafter.DrafterModule(c).apply({"params": drafter.params}, features_of_text, positions,
                                        method=ds.drafter.DrafterModule.context)
         cache = jax.tree.map(lambda x: x.swapaxes(1, 2), pair)
         seen = jnp.where(jnp.arange(len(text)) <= anchor, text, rng.integers(48))  # what lies behind is anything
@@ -243,33 +254,24 @@ def test_training_is_decoding(execution, packed):
     assert 5 < (found >= 0).sum() and (found < 0).sum() > 2  # copied, and not to be drafted
 
 
-def drafter_module(config):
-    return ds.drafter.DrafterModule(config)
-
-
-class Looping:
+def looping_target():
     """A target that says the same ten tokens again and again: its only layer does nothing, and its output table has the
     successor of each token on top."""
-
     loop = [5, 9, 2, 7, 30, 11, 4, 17, 22, 8]
-
-    @classmethod
-    def make(cls):
-        target = pairs.random_target(tie_word_embeddings=False, depth=0.0, stop_tokens=())
-        after = dict(zip(cls.loop, [*cls.loop[1:], cls.loop[0]]))
-        embedding = np.asarray(target.embedding())
-        head = np.zeros_like(embedding)
-        for token, following in after.items():
-            head[following] += embedding[token]
-        target.params["lm_head"]["weight"] = jnp.asarray(head)
-        return target
+    target = pairs.random_target(tie_word_embeddings=False, depth=0.0, stop_tokens=())
+    embedding = np.asarray(target.embedding())
+    head = np.zeros_like(embedding)
+    for token, following in zip(loop, [*loop[1:], loop[0]]):
+        head[following] += embedding[token]
+    target.params["lm_head"]["weight"] = jnp.asarray(head)
+    return target
 
 
 @pytest.mark.parametrize("execution", ["sequential", "lattice"])
 def test_a_loop_is_copied(execution):
     """Text that repeats itself is accepted in whole blocks, and is what the target says; a drafter that copies nothing
     is accepted as little as before. Rows of different lengths, and a streamed text, are no exception."""
-    target = Looping.make()
+    target = looping_target()
     drafter = pairs.random_drafter(target, transition="joint", copy_length=3, execution=execution)
     drafter.params["copying"] = {"weight": jnp.full(3, 50.0), "kernel": jnp.zeros(target.config.hidden_size)}
     prompts = [[5, 9, 2], [40, 41, 17, 22, 8, 5, 9], [30]]

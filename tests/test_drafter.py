@@ -13,6 +13,7 @@ import pytest
 
 import pairs
 import public_pairs
+import slow
 from dspark_jax import anchors as anchors_lib
 from dspark_jax import backbone as backbone_lib
 from dspark_jax import cache as kv
@@ -319,16 +320,21 @@ def test_one_temperature_a_row(execution):
     assert (np.asarray(greedy.tokens) != np.asarray(warm.tokens)).any()
 
 
-def test_law_statistics():
-    scores = np.random.default_rng(0).normal(size=(3, 4, 6)) * 3
+@pytest.mark.parametrize("M", [3, 6])
+def test_law_statistics(M):
+    """The four best log-probabilities, -15 for what is below it or not there, the entropy and the share."""
+    scores = np.random.default_rng(0).normal(size=(3, 4, M)) * 3
     scores[..., 2] = -np.inf  # a token that cannot be drafted
+    scores[0, 0, 1] = -40.0
     p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.nansum(p * np.log(p), axis=-1)
     for others in (None, np.array([[0.5], [2.0], [40.0]]) * np.ones((3, 4))):  # of the law over all tokens, but for these
         share = np.ones((3, 4)) if others is None else 1 / (1 + others)
         log_normalizer = None if others is None else jnp.log(np.exp(scores).sum(-1) * (1 + others)).astype(jnp.float32)
-        expected = np.stack([np.log(p.max(-1)), entropy, np.log(share)], axis=-1)
+        with np.errstate(divide="ignore"):
+            best = np.log(np.concatenate([np.sort(p, axis=-1)[..., ::-1], np.zeros((3, 4, 1))], axis=-1))[..., :4]
+        expected = np.concatenate([np.maximum(best, -15), np.stack([entropy, np.log(share)], axis=-1)], axis=-1)
         close(law_statistics(jnp.asarray(scores, jnp.float32), log_normalizer), expected)
 
 
@@ -356,7 +362,8 @@ def test_confidence_sees_the_law_at_temperature_1(transition, execution, M, temp
     p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     entropy = -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=-1)
     share = np.log(np.exp(scores).sum(-1) / everything)
-    law = np.stack([np.log(p.max(-1)), entropy, share], axis=-1) @ np.float64(params["confidence"]["law"])
+    best = np.sort(np.log(np.maximum(p, np.exp(-15))), axis=-1)[..., -4:][..., ::-1]
+    law = slow.law_term(np.concatenate([best, np.stack([entropy, share], axis=-1)], axis=-1), params["confidence"]["law"])
     bare = drafter_lib.block_confidence(c, params, hidden, predecessors)
     close(proposal.confidence, bare + law)
     assert np.abs(law).max() > 0.1 and (np.abs(share).max() > 0.01) == (M == 5)

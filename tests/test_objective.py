@@ -261,8 +261,9 @@ def test_accept_rates_of_a_lattice():
 
 @pytest.mark.parametrize("execution", ["sequential", "lattice"])
 def test_the_confidence_term_of_the_law(execution):
-    """The cross-entropy with it is that of w . (max log p, entropy, log share) more than without, p the law that drafts are
-    drawn from and its share that of the law over all tokens; and its gradient goes to w alone, not through p to the drafter."""
+    """The cross-entropy is that of a logit which has the term more than without, of the best log p, the entropy and the log
+    share, p the law that drafts are drawn from and its share that of the law over all tokens; and its gradient goes to the
+    term's own parameters alone, not through p to the drafter."""
     drafter, frozen, batch = setting(execution=execution, candidates=3, confidence_with_law=True)
     blocks, only = parts(drafter, frozen, batch), LossWeights(ce=0.0, l1=0.0, confidence=1.0)
     (_, terms), gradient = loss_and_gradient(only, 3, drafter, frozen, batch, blocks)
@@ -273,11 +274,13 @@ def test_the_confidence_term_of_the_law(execution):
         ids = slow.top(base[i], 3) if execution == "lattice" else np.arange(len(IDS))
         p, share = softmax(logits[i][ids]), softmax(logits[i])[ids].sum()
         alpha[i] = np.minimum(p, q[i][IDS[ids]]).sum()
-        sure[i] += np.array([np.log(p.max()), -(p * np.log(p)).sum(), np.log(share)]) @ np.float64(drafter.params["confidence"]["law"])
+        best = np.maximum(np.sort(np.log(p))[::-1][:4], -15)
+        best = np.pad(best, (0, 4 - len(best)), constant_values=-15)
+        sure[i] += slow.law_term(np.array([*best, -(p * np.log(p)).sum(), np.log(share)]), drafter.params["confidence"]["law"])
     w, s = np.asarray(losses.position_weights(reached, 4.0)), 1 / (1 + np.exp(-sure))
     close(losses.metrics_of(terms)["confidence"], -(w * (alpha * np.log(s) + (1 - alpha) * np.log1p(-s))).sum() / w.sum())
-    of_law = np.abs(gradient["confidence"]["law"])
-    assert of_law[:2].min() > 0 and (of_law[2] > 0) == (execution == "lattice")
+    of_law = np.abs(gradient["confidence"]["law"]["kernel"]).max(axis=-1)
+    assert of_law[:5].min() > 0 and (of_law[5] > 0) == (execution == "lattice")
     same(gradient["transition"]["successor"], np.zeros_like(drafter.params["transition"]["successor"]), 0)
 
 

@@ -497,10 +497,12 @@ def test_another_backbone_is_refused(tokens, tmp_path, fields, text):
         loop.starting_drafter(config, *arguments)
 
 
-@pytest.mark.parametrize("confidence, law, copies", [(False, False, 0), (True, False, 3), (True, True, 0)])
-def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence, law, copies):
+@pytest.mark.parametrize("confidence, saw_law, law, copies", [
+    (False, False, False, 0), (True, False, False, 3), (True, False, True, 0), (True, True, True, 3)])
+def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence, saw_law, law, copies):
     """A confidence head that is missing, or sees less than it shall, is a fresh one, and so is a missing copy term."""
-    earlier = save_start(tokens, tmp_path / "short", block_length=2, execution="sequential", confidence=confidence)
+    earlier = save_start(tokens, tmp_path / "short", block_length=2, execution="sequential", confidence=confidence,
+                         confidence_with_law=saw_law)
     config, arguments = beginning(tokens, block_length=3, confidence_with_law=law, copy_length=copies)
     fresh = loop.starting_drafter(config, *arguments)
     config.init_from = str(tmp_path / "short")
@@ -508,7 +510,7 @@ def test_a_run_goes_on_with_a_drafter_run_otherwise(tokens, tmp_path, confidence
     assert drafter.config == arguments[0]
     assert ("copying" in drafter.params) == (copies > 0)
     for name, params in drafter.params.items():
-        kept = name != "copying" and (name != "confidence" or confidence and not law)
+        kept = name != "copying" and (name != "confidence" or confidence and not law)  # none saw both law and copy
         jax.tree.map(np.testing.assert_array_equal, params, (earlier if kept else fresh).params[name])
     config.init_backbone = str(tmp_path / "short")
     with pytest.raises(ValueError, match="init_from, init_backbone: only one"):

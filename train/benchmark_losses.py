@@ -60,7 +60,8 @@ def compile_loss(weights, *, anchors, T, V, D, R, size, reduced=None):
     shared = {"successor": abstract_params(config)["transition"]["successor"]}
     rows = {"hidden": of(1, anchors, T, D), "phi": of(1, anchors, T, R), "confidence": of(1, anchors, T)}
     fixed = {"head_rows": of(reduced or V, D), "target_head": of(V, D) if reduced else None}
-    fixed_rows = {"final": of(1, anchors, T, D), "labels": of(1, anchors, T, dtype=jnp.int32),
+    fixed_rows = {"final": of(1, anchors, T, D),
+                  **{name: of(1, anchors, T, dtype=jnp.int32) for name in ("labels", "predecessors")},
                   **{name: of(1, anchors, T, dtype=jnp.bool_) for name in ("mask", "reached")}}
 
     def loss(shared, rows, fixed, fixed_rows):

@@ -49,12 +49,11 @@ def chunk_metrics(config, shared, rows, fixed, fixed_rows, mesh):
     labels, mask, copied = fixed_rows["labels"], fixed_rows["mask"], objective.copied_of(rows, fixed_rows)
     choose = candidates.over_mesh(mesh, "tensor", sharding.BATCH)
     confidence, accept = objective.confidence_and_accept_rate(
-        config, shared, rows, objective.drafted_among(config, base, choose, copied), logits, target_logits, log_normalizer)
+        config, shared, rows, fixed_rows, objective.drafted_among(config, base, choose, copied), logits, target_logits,
+        log_normalizer, choose)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, confidence, log_normalizer=log_normalizer,
                                  reached=fixed_rows["reached"], accept=accept)
-    ids, best = choose(base, config.usable_candidates)
-    if copied is not None:
-        ids, _ = copying.admit(ids, best, base, copied)
+    ids, _ = copying.admit(*choose(base, config.usable_candidates), base, copied)
     if log_normalizer is None:
         log_normalizer = jax.nn.logsumexp(target_logits, axis=-1)
     at = functools.partial(candidates.scores_at, mesh, "tensor", sharding.BATCH)

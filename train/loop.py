@@ -252,8 +252,8 @@ def starting_drafter(config, model, target, data, sequences):
         earlier = _earlier_drafter("init_from", config.init_from, target)
         free = ("block_length", "execution", "candidates", "confidence_temperatures")  # no parameter depends on them
         head = ("confidence", "confidence_with_predecessor", "confidence_with_law")
-        fresh = ["confidence"] if model.confidence and any(
-            getattr(earlier.config, name) != getattr(model, name) for name in head) else []
+        seen = lambda config: [getattr(config, name) for name in head] + [config.confidence_with_law and config.copy_length > 0]
+        fresh = ["confidence"] if model.confidence and seen(earlier.config) != seen(model) else []
         free += head if fresh else ()
         if model.copy_length and earlier.config.copy_length != model.copy_length:
             fresh.append("copying")

@@ -22,7 +22,7 @@ import optax.contrib
 from dspark_jax import anchors as anchors_lib
 from dspark_jax import candidates, chunks, copying, divergences, layers, losses, packing, sharding, transitions
 from dspark_jax.confidence import law_term
-from dspark_jax.drafter import base_logits, block_confidence, training_hidden
+from dspark_jax.drafter import base_logits, block_confidence, statistics_of_law, training_hidden
 from dspark_jax.loss_weights import LossWeights, draft_weights, loss_denominators
 from train import features as features_lib
 
@@ -123,12 +123,12 @@ def head_inputs(config, weights, params, frozen, batch, blocks):
     if weights.candidates and weights.candidates_stop_gradient:
         rows["candidate_phi"] = transitions.teacher_forced_phi(
             transition, table, predecessors, jax.lax.stop_gradient(hidden))
-    fixed_rows = {"final": anchors_lib.gather(features[..., -width:], blocks["sources"]),
+    fixed_rows = {"final": anchors_lib.gather(features[..., -width:], blocks["sources"]), "predecessors": predecessors,
                   "labels": blocks["labels"], "mask": blocks["mask"], "reached": blocks["reached"]}
     if config.copy_length:
         copied = copied_at(params, frozen, batch, blocks, hidden)
         rows["copy_bonus"] = copied.bonus
-        fixed_rows |= {"copy_before": copied.before, "copy_ids": copied.ids, "predecessors": predecessors}
+        fixed_rows |= {"copy_before": copied.before, "copy_ids": copied.ids, "copy_agreement": copied.agreement}
     if "log_normalizers" in batch:
         fixed_rows["log_normalizer"] = anchors_lib.gather(batch["log_normalizers"], blocks["sources"])
     shared = {name: table[name] for name in ("successor",) if name in table}
@@ -152,7 +152,7 @@ def copied_of(rows, fixed_rows):
     """The `copying.Copied` of a chunk; None for a drafter without the term."""
     if "copy_bonus" not in rows:
         return None
-    return copying.Copied(fixed_rows["copy_before"], fixed_rows["copy_ids"], rows["copy_bonus"])
+    return copying.Copied(fixed_rows["copy_before"], fixed_rows["copy_ids"], rows["copy_bonus"], fixed_rows["copy_agreement"])
 
 
 def laws(config, shared, rows, fixed, fixed_rows):
@@ -190,15 +190,17 @@ def drafted_among(config, base, choose, copied=None):
     return ((base >= best[..., -1:]) & (tokens != dropped)) | (tokens == copied.ids[..., None])
 
 
-def confidence_and_accept_rate(config, shared, rows, among, logits, target_logits, log_normalizer):
+def confidence_and_accept_rate(config, shared, rows, fixed_rows, among, logits, target_logits, log_normalizer, choose):
     """Of drafts drawn ``among`` some tokens (`drafted_among`): the confidence logits [..., T], None without such a head, and the
-    chance alpha [..., T] that each is accepted, None where they are drawn from all tokens."""
+    chance alpha [..., T] that each is accepted, None where they are drawn from all tokens. choose: as in `drafted_among`."""
     confidence, accept, scores, log_sum = rows["confidence"], None, logits, None
     if among is not None:
         accept = divergences.accept_rate_among(logits, among, target_logits, log_normalizer)
         scores, log_sum = jnp.where(among, logits, -jnp.inf), jax.nn.logsumexp(logits, axis=-1)
     if "law" in shared:
-        confidence = confidence + law_term(shared["law"], scores, log_sum)
+        seen = statistics_of_law(jnp.arange(scores.shape[-1]), scores, log_sum, fixed_rows["predecessors"],
+                                 copied_of(rows, fixed_rows), choose)
+        confidence = confidence + law_term(shared["law"], seen)
     return confidence, accept
 
 
@@ -208,9 +210,9 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidat
     base, logits, target_logits, log_normalizer = laws(config, shared, rows, fixed, fixed_rows)
     labels, mask = fixed_rows["labels"], fixed_rows["mask"]
     w = draft_weights(weights, logits, labels, mask)
+    among = drafted_among(config, base, choose, copied_of(rows, fixed_rows))
     confidence, accept = confidence_and_accept_rate(
-        config, shared, rows, drafted_among(config, base, choose, copied_of(rows, fixed_rows)), logits, target_logits,
-        log_normalizer)
+        config, shared, rows, fixed_rows, among, logits, target_logits, log_normalizer, choose)
     terms = losses.drafter_terms(logits, target_logits, labels, mask, confidence, weights.decay, weights=w,
                                  log_normalizer=log_normalizer, reached=fixed_rows["reached"], accept=accept)
     if weights.unary:
@@ -220,7 +222,7 @@ def chunk_loss(config, weights, shared, rows, fixed, fixed_rows, choose=candidat
     if weights.candidates:
         phi = rows.get("candidate_phi", rows["phi"])
         terms |= candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose, copied_of(rows, fixed_rows),
-                                 fixed_rows.get("predecessors"))
+                                 fixed_rows["predecessors"])
     return losses.weighted_sum(terms, fixed["weights"], fixed["denominators"]), terms
 
 
@@ -231,9 +233,7 @@ def candidate_terms(config, weights, shared, phi, base, labels, mask, w, choose,
     M = config.usable_candidates
     if weights.candidates_stop_gradient:
         base = jax.lax.stop_gradient(base)
-    ids, best = choose(base, M)
-    if copied is not None:
-        ids, best = copying.admit(ids, best, base, copied)
+    ids, best = copying.admit(*choose(base, M), base, copied)
     # The label's own score stands last; it is used where the label is no candidate and is injected.
     rated = jnp.concatenate([ids, labels[..., None]], axis=-1)
     scores = jnp.concatenate([best, divergences.pick(base, labels)[..., None]], axis=-1)

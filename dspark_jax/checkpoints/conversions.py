@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax import convolution, transitions
+from dspark_jax.confidence import LAW_STATISTICS
 from dspark_jax.drafter import Drafter, init_params
 
 SATURATED = 32.0  # sigmoid(32) is 1 - 1.3e-14: 1 in float32
@@ -77,6 +78,9 @@ def without_confidence(drafter: Drafter) -> Drafter:
 def without_copying(drafter: Drafter) -> Drafter:
     """The same drafter without its copy term; it drafts what it would in a text that never repeats itself."""
     params = {name: part for name, part in drafter.params.items() if name != "copying"}
+    if drafter.config.copy_length and drafter.config.confidence_with_law:  # it sees a copy that is nowhere
+        law = params["confidence"]["law"]
+        params["confidence"] = params["confidence"] | {"law": law | {"kernel": law["kernel"][:LAW_STATISTICS]}}
     return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, copy_length=0), params=params)
 
 

@@ -40,7 +40,6 @@ _SELECTOR_NAMES = {
 CONFIDENCE_NAMES = {
     "confidence/kernel": ("confidence_head.proj.weight", False),
     "confidence/bias": ("confidence_head.proj.bias", False),
-    "confidence/law": ("confidence_head.law.weight", False),  # in the native layout only
 }
 
 
