@@ -32,7 +32,7 @@ setuptools.setup(
     ],
     extras_require={
         "test": [
-            "pytest>=8.4,<10", "safetensors>=0.7,<0.9", "matplotlib>=3.10,<4",
+            "pytest>=8.4,<10", "pytest-xdist>=3.8,<4", "safetensors>=0.7,<0.9", "matplotlib>=3.10,<4",
             "nbclient>=0.10.2,<0.12", "nbformat>=5.10,<6", "ipykernel>=6.29,<8",  # tests/test_notebooks.py
         ],
         "plots": ["matplotlib>=3.10,<4"],

@@ -17,7 +17,7 @@ def _blocks(language):
 def test_starts_with_the_two_commands_of_which_each_is_one_line():
     assert _blocks("bash")[:2] == [  # .ci/run runs the first two blocks
         "python3 -m venv .venv && . .venv/bin/activate && pip install -e . && python -m train.demo\n",
-        'pip install -e ".[test]" && python -m pytest\n',
+        'pip install -e ".[test]" && python -m pytest -n auto\n',
     ]
 
 
