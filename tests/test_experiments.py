@@ -77,6 +77,31 @@ def test_so_are_those_of_a_drafter_that_copies(target, text, way, options):
                          jnp.zeros((1, 4, 32)), jnp.zeros(1, jnp.int32))
 
 
+def test_what_the_shipped_drafter_accepts_of_known_texts_is_what_decoding_accepts(tmp_path):
+    out = tmp_path / "shipped.json"
+    result = program.run("""
+import json, runpy
+import dspark_jax as ds, tiny
+from dspark_jax.data import sources
+target = tiny.target()
+drafter = tiny.drafter(target, noise=1.0, copy_length=4)
+ds.load_target, ds.load_drafter = lambda where: target, lambda where, target: drafter
+decoded = {}
+for name in sources.EVALUATION_SOURCES:
+    prompts = [target.tokenizer.chat(prompt.messages) for prompt in sources.evaluation_prompts(name, 2)]
+    accepted = sum(ds.generate(target, drafter, prompts, max_new_tokens=24).accepted, [])
+    decoded[name] = 1 + sum(accepted) / len(accepted)
+print(json.dumps(decoded), flush=True)
+runpy.run_module("experiments.shipped", run_name="__main__")
+""", f"--workdir={tmp_path}", f"--out={out}", "--count=2", "--max_new_tokens=24", "--block_lengths=2,3")
+    assert result.returncode == 0, result.stderr
+    decoded, found = json.loads(result.stdout.splitlines()[0]), json.loads(out.read_text())
+    assert found["3 drafts"]["drafter"] == pytest.approx(decoded)
+    for drafts in "2 drafts", "3 drafts":
+        lengths = found[drafts]
+        assert all(lengths["better of both"][name] >= lengths["drafter"][name] for name in decoded)
+
+
 def draft(drafter, way, text, successors=None):
     prompt, answer, rows = text
     anchors = np.arange(LENGTH - 1)

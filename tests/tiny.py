@@ -28,12 +28,12 @@ def target(context=2048):
     return Target(config, params, tokenizer)
 
 
-def drafter(target, noise=0.0, block_length=3, confidence=False):
+def drafter(target, noise=0.0, block_length=3, confidence=False, copy_length=0):
     c = target.config
     config = DrafterConfig(
         backbone=BackboneConfig(**SIZES, num_hidden_layers=1), vocab_size=c.vocab_size, draft_vocab_size=c.vocab_size,
         block_length=block_length, layout="anchor_first", target_layer_ids=(0, 1), mask_token_id=0,
-        transition="vanilla", rank=c.hidden_size, confidence=confidence)
+        transition="vanilla", rank=c.hidden_size, confidence=confidence, copy_length=copy_length)
     params = init_params(config, jax.random.key(1))
     params["backbone"]["norm"] = jax.tree.map(jnp.zeros_like, params["backbone"]["norm"])  # base logits zero
     embedding, head = target.embedding(), target.head_rows()
